@@ -14,6 +14,7 @@ import pathlib
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,7 +69,7 @@ class FilesKeptAway:
         self._real: tuple[str, ...] = ()
         self._deleted: set[str] = set()
         self._is_redirecting = True
-        self._is_looking = False
+        self._looking = threading.local()
 
     def redirect(self, undo: contextlib.ExitStack) -> None:
         """Redirect all writes until a stack is undone."""
@@ -89,7 +90,9 @@ class FilesKeptAway:
             (os, "symlink", self._symlink),
             (shutil, "rmtree", self._delete),
             (shutil, "copystat", self._move),
-            (os, "stat lstat listdir scandir readlink", self._look),
+            (os, "stat lstat readlink", self._look),
+            (os, "listdir", self._list_names),
+            (os, "scandir", self._scan),
             *self._of_pathlib(),
         ):
             for name in names.split():
@@ -97,6 +100,8 @@ class FilesKeptAway:
         save_shapes(undo)
         for module, owner, names, around in (
             *_SAVERS,
+            ("bz2", "", "_builtin_open", self._open),  # which these took from builtins as they were imported
+            ("tarfile", "", "bltn_open", self._open),
             (_TOKENIZERS, "PreTrainedTokenizerBase", "save_pretrained", self._save_tokenizer),
             (_TOKENIZERS, "PreTrainedTokenizerBase", "from_pretrained", self._load_tokenizer),
             ("pandas", "DataFrame", "to_parquet", self._write_table),
@@ -119,7 +124,9 @@ class FilesKeptAway:
                 ("unlink rmdir", self._delete),
                 ("rename replace link", self._move),
                 ("symlink", self._symlink),
-                ("stat listdir scandir", self._look),
+                ("stat", self._look),
+                ("listdir", self._list_names),
+                ("scandir", self._scan),
             ):
                 accessor = pathlib._normal_accessor  # pyright: ignore[reportAttributeAccessIssue]
                 yield accessor, names, around
@@ -147,17 +154,64 @@ class FilesKeptAway:
             shutil.copyfile(real, there)  # for a file that the script appends to
         return there
 
+    def _is_looking(self) -> bool:
+        return getattr(self._looking, "now", False)
+
+    @contextlib.contextmanager
+    def _directly(self) -> Iterator[None]:
+        """Look at paths as they are in a block of this thread: libraries read files in several."""
+        self._looking.now = True
+        try:
+            yield
+        finally:
+            self._looking.now = False
+
     def _look(self, look: Callable[..., Any], path: Any = ".", *args: Any, **kwargs: Any) -> Any:
         """Look at a path; what is missing or deleted there is looked up where it was written."""
-        if self._is_looking or kwargs.get("dir_fd") is not None:
+        if self._is_looking() or kwargs.get("dir_fd") is not None:
             return look(path, *args, **kwargs)
         if not self._deleted:
             with contextlib.suppress(FileNotFoundError):
                 return look(path, *args, **kwargs)
-        with contextlib.ExitStack() as undo:
-            replace(undo, self, "_is_looking", True)  # finding the place looks at paths too
+        with self._directly():
             place = self.place_of(path, is_written=False)
         return look(place, *args, **kwargs)
+
+    def _list_names(self, names: Callable[..., list[Any]], path: Any = None, *args: Any) -> list[Any]:
+        """List the names in a folder, whether they were there before or written there."""
+        parts = self._parts_of(path)
+        return names(path, *args) if parts is None else [entry.name for entry in self._entries(*parts)]
+
+    def _scan(self, scan: Callable[..., Any], path: Any = None, *args: Any) -> Any:
+        parts = self._parts_of(path)
+        return scan(path, *args) if parts is None else _Entries(self._entries(*parts))
+
+    def _parts_of(self, path: Any) -> tuple[str, str, str] | None:
+        """Return a folder as it was asked for, its place, and where it was written; None if it has one place alone."""
+        asked = os.fspath(path or ".") if isinstance(path, (str, os.PathLike, type(None))) else None
+        if self._is_looking() or not isinstance(asked, str) or self._is_real(asked):
+            return None  # also for the number of an open folder
+        with self._directly():
+            real = os.path.realpath(asked)
+            written = str(self._written) + real
+            is_changed = bool(self._deleted) or os.path.isdir(written)
+            is_there = os.path.isdir(written) or (os.path.isdir(real) and not self._is_deleted(real))
+        if is_changed and not is_there:
+            raise FileNotFoundError(2, os.strerror(2), asked)
+        return (asked, real, written) if is_changed else None
+
+    def _entries(self, asked: str, real: str, written: str) -> list[_Entry]:
+        with self._directly():
+            found: dict[str, os.DirEntry[str]] = {}
+            for folder in (real, written):
+                if os.path.isdir(folder):
+                    found.update((entry.name, entry) for entry in os.scandir(folder))
+            return [
+                _Entry(asked, entry)
+                for entry in found.values()
+                if entry.path.startswith(written)
+                or not (self._deleted and self._is_deleted(os.path.realpath(entry.path)))
+            ]
 
     def _save_tokenizer(
         self, save: Callable[..., Any], tokenizer: Any, folder: Any, *args: Any, **kwargs: Any
@@ -249,6 +303,39 @@ class FilesKeptAway:
             or isinstance(path, int)
             or f"{os.path.realpath(os.fsdecode(path))}{os.sep}".startswith(self._real)
         )
+
+
+class _Entry:
+    """An entry of a folder, by the path that the script knows."""
+
+    def __init__(self, folder: str, entry: os.DirEntry[str]) -> None:
+        self._entry = entry
+        self.path = os.path.join(folder, entry.name)
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._entry, name)
+
+
+class _Entries(list[_Entry]):
+    """What ``os.scandir`` returns: an iterator, which may be closed or used as a block."""
+
+    def __enter__(self) -> _Entries:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __next__(self) -> _Entry:
+        if not self:
+            raise StopIteration
+        return self.pop(0)
+
+    def close(self) -> None:
+        """Forget the entries that are left."""
+        self.clear()
 
 
 def _caches() -> Iterator[str]:

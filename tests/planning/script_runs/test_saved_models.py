@@ -128,10 +128,12 @@ def test_a_model_that_is_loaded_beside_the_trained_one_counts(script):
 
 
 MOVES = """
-    import os, pathlib, shutil, tempfile
+    import json, os, pathlib, shutil, tempfile
     import pandas
     import pyarrow.parquet
+    import pytest
     import torch
+    from datasets import load_dataset
     from safetensors import safe_open
     from safetensors.torch import load_model, save_model
 
@@ -164,11 +166,22 @@ MOVES = """
     assert open("kept.txt").read() == "new"
     shutil.move(tempfile.mkdtemp(), "moved")
 
+    shutil.copy("train.py", "copied.py")
+    shutil.rmtree("model")
+    assert {"train.py", "copied.py", "kept.txt"} <= {*os.listdir()}
+    assert "model" not in os.listdir()
+    assert sorted(entry.path for entry in os.scandir("copied")) == ["copied/model.safetensors"]
+    with pytest.raises(FileNotFoundError):
+        os.listdir("model")
+
     os.makedirs("tables", exist_ok=True)
     pandas.DataFrame({"a": [1, 2]}).to_parquet("tables/one.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"a": [3]}), os.path.abspath("tables/two.parquet"))
     assert [*pandas.read_parquet("tables/one.parquet").a] == [1, 2]
     assert pyarrow.parquet.read_table("tables/two.parquet").num_rows == 1
+    assert load_dataset("tables", split="train")["a"][:] == [1, 2, 3]
+    pathlib.Path("rows.jsonl").write_text(json.dumps({"a": 4}))
+    assert load_dataset("json", data_files="*.jsonl", split="train")["a"][:] == [4]
     os.utime("train.py", (0, 0))
 
     optimizer = torch.optim.SGD(model.parameters())
