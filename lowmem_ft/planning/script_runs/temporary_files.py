@@ -320,7 +320,7 @@ class _Entry:
 
 
 class _Entries(list[_Entry]):
-    """What ``os.scandir`` returns: an iterator, which may be closed or used as a block."""
+    """Entries as ``os.scandir`` returns them: an iterator, which may be closed or used as a block."""
 
     def __enter__(self) -> _Entries:
         return self
