@@ -29,12 +29,12 @@ from lowmem_ft.foundation.packages import may_have_gpu
 from lowmem_ft.hf.trainers.attach_savings import Savings, TrainerSeen
 from lowmem_ft.planning.estimator import CannotRun
 from lowmem_ft.planning.script_runs import (
-    PASSED_OVER,
     ScriptError,
     ScriptEstimate,
     estimate_script,
     estimate_script_on_gpus,
 )
+from lowmem_ft.planning.script_runs.running import PASSED_OVER
 from lowmem_ft.reports.estimate_table import estimate_table
 from lowmem_ft.reports.gpu_table import gpu_table
 from lowmem_ft.reports.script_facts import script_facts, ways_to_fit
