@@ -1,6 +1,6 @@
 """Memory of small models that ``torch.compile`` has compiled, next to the same models without, on this processor.
 
-    python scripts/measuring/compiled_runs.py
+    PYTHONPATH=scripts python -m measuring.compiled_runs
 
 prints for each model and each way of compiling (the whole model, or each layer) the difference of the real peaks, as a
 share of what a forward and a backward pass hold: the peak without weights and optimizer state. Needs a C++ compiler,

@@ -6,9 +6,6 @@ from collections.abc import Collection
 
 IDS, LABELS, MASK, POSITIONS = "input_ids", "labels", "attention_mask", "position_ids"
 
-IGNORED_LABEL = -100
-"""The label of ``row.py``, which imports numpy."""
-
 FURTHER = (LABELS, MASK, POSITIONS)
 """Columns that are read where they exist."""
 

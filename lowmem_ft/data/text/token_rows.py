@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lowmem_ft.data.row import IGNORED_LABEL
 from lowmem_ft.data.text.examples import Row, Tokens
-from lowmem_ft.data.text.token_columns import IDS, IGNORED_LABEL, LABELS, MASK, POSITIONS
+from lowmem_ft.data.text.token_columns import IDS, LABELS, MASK, POSITIONS
 from lowmem_ft.data.text.tool_calls import shortened
 from lowmem_ft.foundation.errors import DataError
 
