@@ -383,6 +383,8 @@ NAMES_OF = {
     # _use_triton: which positions are scored
     # _CHUNKED_LOGPROB_CHUNK_SIZE: how wide a tile of logits is
     "trl.trainer.utils": "_use_triton _CHUNKED_LOGPROB_CHUNK_SIZE",
+    # Its own open, to which files of a script are redirected
+    "bz2": "_builtin_open",
     # How many tokens have logits at once
     "trl.trainer.sft_trainer": "_CHUNKED_LM_HEAD_CHUNK_SIZE",
 }
