@@ -3,12 +3,81 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from lowmem_ft.foundation.catalog.gpu_catalog import split_count
 from lowmem_ft.foundation.errors import RecipeError, raise_problems
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.techniques.distributed.config import DistributedConfig, Strategy
+
+TracedEngine = Literal["ddp", "fsdp2"]
+ENGINES: tuple[TracedEngine, ...] = ("ddp", "fsdp2")
+"""Engines of several processes that an estimate can follow."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The GPUs of one type that train a model together, and what their processes share.
+
+    Args:
+        count: number of GPUs, with one process each.
+        engine: ``ddp``: each process has a whole model; ``fsdp2``: each has its rows of it; None for one GPU.
+    """
+
+    count: int = 1
+    engine: TracedEngine | None = None
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The setting that names the engine; the launcher, or ``--gpu``, names the number."""
+        return () if self.engine is None else (f"distributed.strategy={self.engine}",)
+
+    @property
+    def in_words(self) -> str:
+        """Say how the GPUs train together, as the end of a clause; empty for one."""
+        return "" if self.engine is None else f", {self.engine} of {self.count} GPUs"
+
+    def of(self, recipe: Recipe, gpu: str) -> Recipe:
+        """Return the recipe with ``distributed`` as at launch on these GPUs; see :func:`on_gpus`."""
+        return on_gpus(recipe, None if self.engine is None else self.word(gpu))[0]
+
+    def word(self, gpu: str) -> str:
+        """Return the GPUs as ``--gpu`` takes them."""
+        return gpu if self.count == 1 else f"{self.count}x{gpu}"
+
+
+ONE_GPU = Placement()
+
+
+def placements(count: int, strategy: str | None = None) -> Sequence[Placement]:
+    """Return the ways to place a model on this many GPUs: with every engine, unless the strategy names one."""
+    if count == 1:
+        return (ONE_GPU,)
+    by_engine = {engine: Placement(count, engine) for engine in ENGINES}
+    return (by_engine[strategy],) if strategy in by_engine else tuple(by_engine.values())
+
+
+def dealt_rows(rows: int, micro_batches: int, count: int) -> tuple[int, int]:
+    """Deal the rows of a step out among processes.
+
+    Args:
+        rows: rows of a micro-batch, of one process.
+        micro_batches: micro-batches of a step, of one process.
+        count: number of processes.
+
+    Returns:
+        Rows of a micro-batch, and micro-batches, of each process: fewer micro-batches, and if these are too few,
+        smaller ones. If the rows cannot be divided, each process takes the next larger number.
+    """
+    fewer = math.gcd(micro_batches, count)
+    if rows % (count // fewer) == 0:
+        return rows // (count // fewer), micro_batches // fewer
+    each = math.ceil(rows * micro_batches / count)
+    of_micro_batch = max(number for number in range(1, min(rows, each) + 1) if each % number == 0)
+    return of_micro_batch, each // of_micro_batch
 
 
 def on_gpus(recipe: Recipe, gpu: str | None, *, is_planned: bool = False) -> tuple[Recipe, str | None]:

@@ -256,6 +256,11 @@ class MemoryEstimate:
         return None if limit is None else limit - self.process_peak_bytes
 
     @property
+    def num_processes(self) -> int:
+        """The number of processes, one per device."""
+        return 1 if self.processes is None else self.processes.num_processes
+
+    @property
     def devices(self) -> str:
         """Name and number of the devices: ``rtx-4090``, ``8 x rtx-4090``."""
         return (

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.planning.estimator.gpu_counts import NUMBERS
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.gpu_count import dealt_rows
 from lowmem_ft.recipe.space.search_space import ROWS, Settings, with_settings
 
 COUNT = "distributed.num_processes"
@@ -64,15 +64,11 @@ def _dealt_out(recipe: Recipe, number: int) -> Settings:
         number: number of GPUs, which divides the rows of a step.
 
     Returns:
-        Settings by dotted key; empty for one GPU. Each process takes fewer micro-batches, and if these are too few,
-        smaller ones.
+        Settings by dotted key; empty for one GPU.
     """
     if number == 1:
         return {}
-    micro_batch, micro_batches = _rows(recipe)
-    fewer = math.gcd(micro_batches, number)
-    rows = (micro_batch // (number // fewer), micro_batches // fewer)
-    return {**dict(zip(ROWS, rows, strict=True)), COUNT: number}
+    return {**dict(zip(ROWS, dealt_rows(*_rows(recipe), number), strict=True)), COUNT: number}
 
 
 def on_number(recipe: Recipe, number: int) -> Recipe:
