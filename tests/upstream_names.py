@@ -153,8 +153,10 @@ NAMES_OF = {
     # _get_default_store: one process of many prints an error
     # _resolve_process_group: how many processes one of DTensor's collectives is for
     # _coalescing_manager: the sums of several gradients in one collective
+    # _abort_process_group: leaves a group of which a process may be dead
     "torch.distributed.distributed_c10d": (
-        "_new_process_group_helper _get_default_store _resolve_process_group _coalescing_manager"
+        "_new_process_group_helper _get_default_store _resolve_process_group _coalescing_manager "
+        "_abort_process_group"
     ),
     # Packs and pads rows without reading their memory
     "torch._VF": "_pack_padded_sequence _pad_packed_sequence",
