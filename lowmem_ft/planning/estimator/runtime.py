@@ -150,14 +150,14 @@ class VirtualRanks(Ranks):
         distributed: DistributedConfig = ONE_PROCESS,
         process_index: int = 0,
     ) -> None:
-        super().__init__(device, distributed, distributed.num_processes or 1, process_index)
+        super().__init__(device, distributed, process_index=process_index)
         self._tracing = tracing
         self._sums = Sums(device, tracing.mark) if self.num_processes > 1 else None
 
     def keep_rows(self, model: PreTrainedModel) -> None:
         """Keep the rows of each weight that are this process's, for :meth:`shard`."""
         for weight in model.parameters():
-            first, end = rows_of(len(weight), self.num_processes, self.process_index)
+            first, end = rows_of(len(weight), self.plan.shard_size, self.plan.shard_index)
             shape = (end - first, *weight.shape[1:])
             self._rows[weight] = torch.empty(shape, dtype=weight.dtype, device=self._device_of_rows)
             self._tracing.mark(self._rows[weight], "parameter", of=weight)
@@ -167,7 +167,7 @@ class VirtualRanks(Ranks):
         if self.plan.shards_rows:
             attribution = self._tracing.attribution
             attribution.name_modules(parts.model)  # with its adapters, while its parameters are whole
-            mesh = init_device_mesh(self._device.type, (self.num_processes,))
+            mesh = init_device_mesh(self._device.type, (self.plan.shard_size,))
             self._sharded = enable_fsdp2(parts, config, mesh, self._rows, attribution.within)
             attribution.name_modules(parts.model)
         return self._sharded

@@ -33,7 +33,7 @@ class Ranks:
     Args:
         device: the device of this process.
         distributed: how the processes share the model.
-        num_processes: all processes that train one model.
+        num_processes: all processes that train one model; None: as ``distributed`` says.
         process_index: the rank of this one.
     """
 
@@ -41,7 +41,7 @@ class Ranks:
         self,
         device: torch.device,
         distributed: DistributedConfig = ONE_PROCESS,
-        num_processes: int = 1,
+        num_processes: int | None = None,
         process_index: int = 0,
     ) -> None:
         self.plan = distributed.plan(num_processes, process_index)

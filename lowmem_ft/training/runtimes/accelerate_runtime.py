@@ -88,8 +88,7 @@ class AccelerateRanks(Ranks):
             with super().reading_weights(config, host) as device:
                 yield device
         elif self.plan.shards_rows and config.weights != "random":  # random values are drawn in place
-            place = self.num_processes, self.process_index, self._device_of_rows
-            with weights_in_shards(*place) as self._rows:
+            with weights_in_shards(self.plan, self._device_of_rows) as self._rows:
                 yield torch.device("cpu")
         else:
             yield torch.device("cpu")
@@ -101,7 +100,7 @@ class AccelerateRanks(Ranks):
             is_saved = all(parameter.requires_grad for parameter in parts.model.parameters())
             if is_saved:
                 refuse_unsaveable(parts.model)
-            mesh = init_device_mesh(self._device.type, (self.num_processes,))
+            mesh = init_device_mesh(self._device.type, (self.plan.shard_size,))
             self._sharded = enable_fsdp2(parts, config, mesh, self._rows)
         return self._sharded
 
