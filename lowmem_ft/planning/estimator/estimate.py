@@ -326,7 +326,7 @@ def estimate_of_trace(
         The estimate.
     """
     context = estimate_context_of(recipe, traced, gpu, budget)
-    allowed = limits(gpu, budget, recipe.distributed.per_machine)
+    allowed = limits(gpu, budget, recipe.distributed.plan().per_machine)
     if gpu is None:
         estimate = estimate_on_cpu(traced.trace, processor_name(), allowed, context, trace_seconds)
     else:

@@ -112,11 +112,6 @@ class DistributedConfig:
         return plan_of(self.strategy).engine
 
     @property
-    def per_machine(self) -> int:
-        """Processes on each machine; 1 if nothing says how many there are."""
-        return self.plan().per_machine
-
-    @property
     def reshards(self) -> bool:
         """True if gathered weights are freed after forward."""
         return self.reshard_after_forward is not False
