@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +153,7 @@ def test_each_process_holds_its_share_of_weights_and_state(measured):
 BESIDE_ADAPTERS = """
 import gc, os, sys, weakref, torch, torch.distributed as dist
 from pathlib import Path
+from typing import Any
 from torch.distributed.device_mesh import init_device_mesh
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.techniques.adapters.config import AdapterConfig
@@ -216,7 +218,8 @@ def test_the_sums_of_processes_are_plain_sums_in_float32_with_nccl_too(backend, 
     name = next(name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name))
     monkeypatch.setattr(dist, name, functools.partial(noted, getattr(dist, name)))
     monkeypatch.setattr(dist, "get_backend", lambda *_: backend)
-    model = LlamaForCausalLM(SMALL).to(torch.bfloat16)
+    model: Any = LlamaForCausalLM(SMALL)
+    model.to(torch.bfloat16)
     with one_of_several(2, 0):
         enable_fsdp2(model, DistributedConfig(), init_device_mesh("cpu", (2,)))
         ids = torch.randint(64, (1, 8))
