@@ -6,15 +6,14 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from lowmem_ft.foundation.catalog.gpu_catalog import split_count
 from lowmem_ft.foundation.errors import RecipeError, raise_problems
+from lowmem_ft.foundation.parallel_plan import ParallelPlan, plan_of
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.techniques.distributed.config import DistributedConfig, Strategy
 
-TracedEngine = Literal["ddp", "fsdp2"]
-ENGINES: tuple[TracedEngine, ...] = ("ddp", "fsdp2")
+TRACED_ENGINES = ("ddp", "fsdp2")
 """Engines of several processes that an estimate can follow."""
 
 
@@ -23,12 +22,20 @@ class Placement:
     """The GPUs of one type that train a model together, and what their processes share.
 
     Args:
-        count: number of GPUs, with one process each.
-        engine: ``ddp``: each process has a whole model; ``fsdp2``: each has its rows of it; None for one GPU.
+        plan: the processes, one on each GPU.
     """
 
-    count: int = 1
-    engine: TracedEngine | None = None
+    plan: ParallelPlan
+
+    @property
+    def count(self) -> int:
+        """The number of GPUs."""
+        return self.plan.num_processes
+
+    @property
+    def engine(self) -> str | None:
+        """The engine by which several processes share the model; None for one GPU."""
+        return self.plan.engine
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -46,18 +53,18 @@ class Placement:
 
     def word(self, gpu: str) -> str:
         """Return the GPUs as ``--gpu`` takes them."""
-        return gpu if self.count == 1 else f"{self.count}x{gpu}"
+        return gpu if self.engine is None else f"{self.count}x{gpu}"
 
 
-ONE_GPU = Placement()
+ONE_GPU = Placement(ParallelPlan())
 
 
 def placements(count: int, strategy: str | None = None) -> Sequence[Placement]:
     """Return the ways to place a model on this many GPUs: with every engine, unless the strategy names one."""
     if count == 1:
         return (ONE_GPU,)
-    by_engine = {engine: Placement(count, engine) for engine in ENGINES}
-    return (by_engine[strategy],) if strategy in by_engine else tuple(by_engine.values())
+    named = [engine for engine in TRACED_ENGINES if engine == strategy]
+    return tuple(Placement(plan_of(engine, count)) for engine in named or TRACED_ENGINES)
 
 
 def dealt_rows(rows: int, micro_batches: int, count: int) -> tuple[int, int]:
@@ -107,20 +114,20 @@ def on_gpus(recipe: Recipe, gpu: str | None, *, is_planned: bool = False) -> tup
     left_open: Strategy | None = "ddp" if count is None else "fsdp2"
     if is_planned and not {"distributed", "distributed.strategy"} & {*recipe.plan.keep}:
         left_open = None
-    strategy = left_open if config.strategy in (None, "none") else config.strategy
+    strategy = left_open if config.named_engine is None else config.strategy
     filled = dataclasses.replace(config, strategy=strategy, num_processes=num_processes)
     return dataclasses.replace(recipe, distributed=filled), name
 
 
 def _problems(config: DistributedConfig, count: int | None, gpu: str | None) -> Iterator[str]:
     strategy, processes, machines = config.strategy, config.num_processes, config.num_machines
-    if strategy in ("zero2", "zero3"):
+    if config.plan().has_engine:
         yield (
             f"distributed.strategy={strategy} uses DeepSpeed's engine, which cannot be traced. Estimate "
             "distributed.strategy=fsdp2, which shards the same things as zero3, or ddp, which shards nothing."
         )
     if count is None:
-        if strategy not in (None, "none") and processes in (None, 1):
+        if config.named_engine is not None and not config.plan().several:
             yield (
                 f"distributed.strategy={strategy} is for several processes, and their number is not set. Name the "
                 "GPUs, such as --gpu 8xrtx-4090, or set distributed.num_processes."
@@ -131,7 +138,7 @@ def _problems(config: DistributedConfig, count: int | None, gpu: str | None) -> 
             f"distributed.num_processes={processes}, but {gpu} is {count} {'GPU' if count == 1 else 'GPUs'} with one "
             "process each. Correct one of the two, or leave distributed.num_processes out."
         )
-    elif count == 1 and strategy not in (None, "none"):
+    elif count == 1 and config.named_engine is not None:
         yield (
             f"distributed.strategy={strategy} is for several processes, got {gpu}. Name more GPUs, or set "
             "distributed.strategy=none."

@@ -124,6 +124,7 @@ def _table(
     own_data: OwnData | None,
     row_tokens: int | None,
 ) -> Table:
+    """Return a line for each estimate, in their order; arguments as for :func:`gpu_table`."""
     of_gpus = [gpus[estimate.gpu.name] for estimate in estimates]
     costs = cost_cells(list(map(usd_per_million_tokens, estimates, of_gpus)))
     rows = [
@@ -144,7 +145,7 @@ def _table(
 
 def _row(estimate: MemoryEstimate, gpu: Gpu) -> list[str | Text]:
     hourly = usd_per_hour(estimate, gpu)
-    number = estimate.num_processes
+    number = estimate.plan.num_processes
     return [
         estimate.gpu.name if number == 1 else f"{number}x{estimate.gpu.name}",
         verdict_cell(estimate),
@@ -167,7 +168,7 @@ def speed_cell(estimate: MemoryEstimate) -> str:
     step = estimate.step
     if step is None or not step.tokens or not estimate.fits:
         return "-"
-    return f"{estimate.num_processes * step.tokens_per_second:,.0f}{HOST_BOUND_MARK * step.is_host_bound}"
+    return f"{estimate.plan.in_all(step.tokens_per_second):,.0f}{HOST_BOUND_MARK * step.is_host_bound}"
 
 
 def _is_marked(estimate: MemoryEstimate) -> bool:

@@ -206,7 +206,7 @@ class _Search:
         for gpu in sorted(gpus, key=lambda gpu: rooms[gpu.name], reverse=True):
             if not tries_all and rooms[gpu.name] < self.asked.size.least_bytes(recipe):
                 return
-            if self.placement.engine == "ddp" and rooms[gpu.name] < self.asked.size.weight_bytes(recipe):
+            if self.placement.plan.copies_weights and rooms[gpu.name] < self.asked.size.weight_bytes(recipe):
                 yield from self._refused(
                     places.command(places.first),
                     [gpu],

@@ -50,9 +50,8 @@ def numbers_up_to(max_gpus: int, recipe: Recipe) -> tuple[int, ...]:
             "do not set max_gpus."
         )
     micro_batch, micro_batches = _rows(recipe)
-    divide = (
-        number for number in NUMBERS if number <= max_gpus and micro_batch * micro_batches % number == 0
-    )
+    rows, plan = micro_batch * micro_batches, recipe.distributed.plan
+    divide = (number for number in NUMBERS if number <= max_gpus and rows % plan(number).data_width == 0)
     return (1, *divide)
 
 
@@ -64,11 +63,13 @@ def _dealt_out(recipe: Recipe, number: int) -> Settings:
         number: number of GPUs, which divides the rows of a step.
 
     Returns:
-        Settings by dotted key; empty for one GPU.
+        Settings by dotted key; empty for one GPU. Each process takes fewer micro-batches, and if these are too few,
+        smaller ones.
     """
     if number == 1:
         return {}
-    return {**dict(zip(ROWS, dealt_rows(*_rows(recipe), number), strict=True)), COUNT: number}
+    rows = dealt_rows(*_rows(recipe), recipe.distributed.plan(number).data_width)
+    return {**dict(zip(ROWS, rows, strict=True)), COUNT: number}
 
 
 def on_number(recipe: Recipe, number: int) -> Recipe:

@@ -45,7 +45,7 @@ def routes_of(method: Method, placement: Placement, *, has_bfloat16: bool) -> li
             return [(roomy,)]
         as_shipped, leaner = Route(first), Route((*first, *method.leaner), rows=method.leaner_rows)
         if (
-            placement.engine == "ddp"
+            placement.plan.copies_weights
         ):  # no update in backward, which the others have: the layers are checkpointed
             return [(Route((*first, *method.roomy), rows=method.leaner_rows, kept=(QUARTERS, 0)),)]
         last = others if placement == ONE_GPU else others[:1]
