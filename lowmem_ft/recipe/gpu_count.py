@@ -3,12 +3,88 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from lowmem_ft.foundation.catalog.gpu_catalog import split_count
 from lowmem_ft.foundation.errors import RecipeError, raise_problems
+from lowmem_ft.foundation.parallel_plan import ParallelPlan, plan_of
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.techniques.distributed.config import DistributedConfig, Strategy
+
+TRACED_ENGINES = ("ddp", "fsdp2")
+"""Engines of several processes that an estimate can follow."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The GPUs of one type that train a model together, and what their processes share.
+
+    Args:
+        plan: the processes, one on each GPU.
+    """
+
+    plan: ParallelPlan
+
+    @property
+    def count(self) -> int:
+        """The number of GPUs."""
+        return self.plan.num_processes
+
+    @property
+    def engine(self) -> str | None:
+        """The engine by which several processes share the model; None for one GPU."""
+        return self.plan.engine
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The setting that names the engine; the launcher, or ``--gpu``, names the number."""
+        return () if self.engine is None else (f"distributed.strategy={self.engine}",)
+
+    @property
+    def in_words(self) -> str:
+        """Say how the GPUs train together, as the end of a clause; empty for one."""
+        return "" if self.engine is None else f", {self.engine} of {self.count} GPUs"
+
+    def of(self, recipe: Recipe, gpu: str) -> Recipe:
+        """Return the recipe with ``distributed`` as at launch on these GPUs; see :func:`on_gpus`."""
+        return on_gpus(recipe, None if self.engine is None else self.word(gpu))[0]
+
+    def word(self, gpu: str) -> str:
+        """Return the GPUs as ``--gpu`` takes them."""
+        return gpu if self.engine is None else f"{self.count}x{gpu}"
+
+
+ONE_GPU = Placement(ParallelPlan())
+
+
+def placements(count: int, strategy: str | None = None) -> Sequence[Placement]:
+    """Return the ways to place a model on this many GPUs: with every engine, unless the strategy names one."""
+    if count == 1:
+        return (ONE_GPU,)
+    named = [engine for engine in TRACED_ENGINES if engine == strategy]
+    return tuple(Placement(plan_of(engine, count)) for engine in named or TRACED_ENGINES)
+
+
+def dealt_rows(rows: int, micro_batches: int, count: int) -> tuple[int, int]:
+    """Deal the rows of a step out among processes.
+
+    Args:
+        rows: rows of a micro-batch, of one process.
+        micro_batches: micro-batches of a step, of one process.
+        count: number of processes.
+
+    Returns:
+        Rows of a micro-batch, and micro-batches, of each process: fewer micro-batches, and if these are too few,
+        smaller ones. If the rows cannot be divided, each process takes the next larger number.
+    """
+    fewer = math.gcd(micro_batches, count)
+    if rows % (count // fewer) == 0:
+        return rows // (count // fewer), micro_batches // fewer
+    each = math.ceil(rows * micro_batches / count)
+    of_micro_batch = max(number for number in range(1, min(rows, each) + 1) if each % number == 0)
+    return of_micro_batch, each // of_micro_batch
 
 
 def on_gpus(recipe: Recipe, gpu: str | None, *, is_planned: bool = False) -> tuple[Recipe, str | None]:

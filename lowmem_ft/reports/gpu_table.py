@@ -124,6 +124,7 @@ def _table(
     own_data: OwnData | None,
     row_tokens: int | None,
 ) -> Table:
+    """Return a line for each estimate, in their order; arguments as for :func:`gpu_table`."""
     of_gpus = [gpus[estimate.gpu.name] for estimate in estimates]
     costs = cost_cells(list(map(usd_per_million_tokens, estimates, of_gpus)))
     rows = [
@@ -143,19 +144,23 @@ def _table(
 
 
 def _row(estimate: MemoryEstimate, gpu: Gpu) -> list[str | Text]:
-    processes = estimate.processes
     hourly = usd_per_hour(estimate, gpu)
     number = estimate.plan.num_processes
-    peak = estimate.process_peak_bytes
     return [
         estimate.gpu.name if number == 1 else f"{number}x{estimate.gpu.name}",
         verdict_cell(estimate),
-        format_gib(peak if processes is None else max(peak, processes.last_peak_bytes or 0)),
+        format_gib(most_process_bytes(estimate)),
         format_gib(estimate.gpu.memory_bytes),
         format_gib(estimate.host_peak_bytes),
         speed_cell(estimate),
         "-" if hourly is None else f"{hourly:.2f}",
     ]
+
+
+def most_process_bytes(estimate: MemoryEstimate) -> int:
+    """Return the peak of the process that takes the most."""
+    processes = estimate.processes
+    return max(estimate.process_peak_bytes, 0 if processes is None else processes.last_peak_bytes)
 
 
 def speed_cell(estimate: MemoryEstimate) -> str:

@@ -11,7 +11,8 @@ from rich.text import Text
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.planning.estimator.method_estimates import MethodEstimate
-from lowmem_ft.recipe.command_lines import command_line
+from lowmem_ft.recipe.command_lines import launched
+from lowmem_ft.recipe.gpu_count import ONE_GPU
 from lowmem_ft.recipe.shipped.fine_tuning_methods import FUSED_KERNELS, METHODS, Method
 from lowmem_ft.reports.costs import OwnData, cost_cells, cost_order, usd_per_million_tokens
 from lowmem_ft.reports.estimate_table import format_dollars
@@ -23,12 +24,16 @@ from lowmem_ft.reports.gpu_table import (
     data_cells,
     format_gib,
     legend_of_data,
+    most_process_bytes,
     speed_cell,
     verdict_cell,
 )
 from lowmem_ft.reports.text.document import Command, Document, Pairs, Table
 
 _HOURLY = "$/hour: the lowest known on-demand price; `lowmem-ft gpus` names the provider and the date."
+AS_FAST = 0.02
+"""Gain of the faster of two engines below which the clock does not tell them apart."""
+
 _TITLES = {"full": "full fine-tuning"}
 
 
@@ -74,10 +79,10 @@ def methods_on_gpus(
 
 
 def methods_on_gpu(results: Sequence[MethodEstimate], gpu: Gpu, own_data: OwnData | None = None) -> Document:
-    """Return a line for each method on one GPU.
+    """Return a line for each method, and for each engine of several GPUs, on GPUs of one type.
 
     Args:
-        results: results on that GPU, of which at least one is an estimate.
+        results: results on that GPU or on as many of it, of which at least one is an estimate.
         gpu: the GPU, with its price.
         own_data: the user's data; None: columns for it are left out.
     """
@@ -86,7 +91,7 @@ def methods_on_gpu(results: Sequence[MethodEstimate], gpu: Gpu, own_data: OwnDat
     table = Table(
         ("", "verdict", "needs", "of", "host", "tok/s", "$/1M", *further),
         [
-            [Text(result.method.title, "bold"), *_line(result), cost, *of_data]
+            [Text(result.title, "bold"), *_line(result), cost, *of_data]
             for result, cost, of_data in zip(results, costs, _data_cells(results, own_data), strict=True)
         ],
         left=("", "verdict"),
@@ -99,9 +104,10 @@ def methods_on_gpu(results: Sequence[MethodEstimate], gpu: Gpu, own_data: OwnDat
         else ""
     )
     return Document(
-        _title(results, f" on {gpu.name}"),
+        _title(results, f" on {_devices(results[0])}"),
         table,
-        f"GiB of GPU and host memory that the process needs. $/1M: tokens.{hourly}",
+        f"GiB of GPU and host memory that {_each(results[0])} needs. $/1M: tokens.{hourly}",
+        *_faster(results),
         *_legends(results, own_data),
         _commands(results, {}),
         *_notes(results),
@@ -225,7 +231,7 @@ def _cells(result: MethodEstimate, marks: Marks) -> tuple[str | Text, str]:
     estimate = result.estimate
     if estimate is None:
         return "-", "-"
-    needs, colour = format_gib(estimate.process_peak_bytes), verdict_colour(estimate)
+    needs, colour = format_gib(most_process_bytes(estimate)), verdict_colour(estimate)
     needs += marks.get((result.method, result.command), "")
     if not estimate.fits:
         return Text(needs, colour), "may" if estimate.verdict == "may not fit" else "no"
@@ -238,11 +244,53 @@ def _line(result: MethodEstimate) -> list[str | Text]:
         return [Text("cannot run", "red"), *("-",) * 4]
     return [
         verdict_cell(estimate),
-        format_gib(estimate.process_peak_bytes),
+        format_gib(most_process_bytes(estimate)),
         format_gib(estimate.gpu.memory_bytes),
         format_gib(estimate.host_peak_bytes),
         speed_cell(estimate),
     ]
+
+
+def _devices(result: MethodEstimate) -> str:
+    count = result.placement.count
+    return result.gpu.name if count == 1 else f"{count} x {result.gpu.name}"
+
+
+def _each(result: MethodEstimate) -> str:
+    return "the process" if result.placement == ONE_GPU else "each process"
+
+
+def _faster(results: Sequence[MethodEstimate]) -> Iterator[str]:
+    """Yield for each method that fits by two engines which is the faster one on these GPUs, and what decides it."""
+    for method in dict.fromkeys(result.method for result in results):
+        by_speed = sorted(
+            (result for result in results if result.method == method and result.fits),
+            key=_speed,
+            reverse=True,
+        )
+        if len(by_speed) < 2 or not _speed(by_speed[1]):
+            continue
+        first, second = by_speed
+        gain = _speed(first) / _speed(second) - 1
+        words = "as fast as" if gain < AS_FAST else f"{gain:.0%} faster than"
+        yield f"{method.title}: {first.placement.engine} is {words} {second.placement.engine}{_sent(by_speed)}."
+
+
+def _sent(results: Sequence[MethodEstimate]) -> str:
+    """Return what the processes of each engine send, and over which link."""
+    sent, link = [], ""
+    for result in results:
+        step = None if result.estimate is None else result.estimate.step
+        processes = None if result.estimate is None else result.estimate.processes
+        if step is not None and processes is not None and processes.link:
+            sent.append(f"{format_bytes(step.sent_bytes)} a step by {result.placement.engine}")
+            link = f"{processes.link}, at {processes.link_bytes_per_second / 1e9:.3g} GB/s"
+    return f". A process sends {' and '.join(sent)}, over {link}" if sent else ""
+
+
+def _speed(result: MethodEstimate) -> float:
+    step = None if result.estimate is None else result.estimate.step
+    return 0.0 if step is None else step.tokens_per_second
 
 
 def _costs(results: Sequence[MethodEstimate]) -> list[str]:
@@ -257,20 +305,27 @@ def _costs(results: Sequence[MethodEstimate]) -> list[str]:
 
 def _commands(results: Sequence[MethodEstimate], marks: Marks) -> Document:
     """Return the commands that train each method that fits; for GPUs without bfloat16 with settings for them."""
-    has_bfloat16: dict[tuple[Method, tuple[str, ...]], bool] = {}
+    by_command: dict[tuple[Method, tuple[str, ...]], list[MethodEstimate]] = {}
     # Sorting is stable: methods stay as they are, their recipes come in their order.
     for result in sorted(results, key=_place):
         if result.fits:
-            each = (result.method, result.command)
-            has_bfloat16[each] = has_bfloat16.get(each, False) or result.gpu.has_bfloat16
+            by_command.setdefault((result.method, result.command), []).append(result)
+    is_usual = {each: any(result.gpu.has_bfloat16 for result in by_command[each]) for each in by_command}
     titled = []
-    for (method, command), is_usual in has_bfloat16.items():
-        is_other = not is_usual and any(has_bfloat16.values())
-        mark = marks.get((method, command), "")
-        title = f"{method.title}{mark and f' {mark}'}{', on GPUs without bfloat16' if is_other else ''}"
-        titled.append(Document(Command(*command_line("train", *command)), title=title, gap=0))
-    intro = "To train (`estimate` in place of `train` shows it in detail):" if titled else None
-    return Document(intro, *titled, gap=0)
+    for each, alike in by_command.items():
+        is_other = not is_usual[each] and any(is_usual.values())
+        mark = marks.get(each, "")
+        title = f"{alike[0].title}{mark and f' {mark}'}{', on GPUs without bfloat16' if is_other else ''}"
+        titled.append(Document(Command(*train_words(alike[0])), title=title, gap=0))
+    detail = "`estimate` in place of `train`"
+    if results[0].placement != ONE_GPU:
+        detail = f"`lowmem-ft estimate` with the same settings and --gpu {results[0].devices}"
+    return Document(f"To train ({detail} shows it in detail):" if titled else None, *titled, gap=0)
+
+
+def train_words(result: MethodEstimate) -> list[str]:
+    """Return the words of the command that trains by a method: torchrun starts several processes."""
+    return [*launched(result.recipe), *result.command]
 
 
 def _place(result: MethodEstimate) -> tuple[int, int, bool]:
@@ -285,7 +340,7 @@ def _notes(results: Sequence[MethodEstimate]) -> Iterator[str]:
     gpus_by_reason: dict[tuple[str, str], list[str]] = {}
     for result in results:
         if result.estimate is None:
-            reason = (result.method.title, " ".join(result.problems))
+            reason = (result.title, " ".join(result.problems))
             gpus_by_reason.setdefault(reason, []).append(result.gpu.name)
     for (title, reason), names in gpus_by_reason.items():
         is_everywhere = len(names) == len({result.gpu.name for result in results})

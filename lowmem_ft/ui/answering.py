@@ -23,19 +23,20 @@ from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu, load_gpus, split_
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.planning.estimator import estimate_memory, estimate_methods
+from lowmem_ft.planning.estimator import MethodEstimate, estimate_memory, estimate_methods
 from lowmem_ft.planning.estimator.device_target import choose_gpu
 from lowmem_ft.planning.estimator.longest_rows import LongestRows, longest_rows
+from lowmem_ft.planning.estimator.method_estimates import best_of
 from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.planning.planner import plan
 from lowmem_ft.recipe import load_recipe, recipe_to_yaml
-from lowmem_ft.recipe.command_lines import command_line
+from lowmem_ft.recipe.command_lines import command_line, launched
 from lowmem_ft.recipe.request.request import Request
 from lowmem_ft.recipe.rules.budget_limits import refuse_budget_beyond_all
-from lowmem_ft.recipe.shipped.fine_tuning_methods import FULL, unless_typed
+from lowmem_ft.recipe.shipped.fine_tuning_methods import unless_typed
 from lowmem_ft.reports.costs import with_cost
 from lowmem_ft.reports.estimate_table import facts, headline, labelled, uses
-from lowmem_ft.reports.method_table import methods_on_gpus
+from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus
 from lowmem_ft.reports.plan_table import plan_table, train_command
 from lowmem_ft.reports.plots.memory_figure import memory_figure
 from lowmem_ft.reports.plots.memory_svg import memory_svg
@@ -101,6 +102,8 @@ def estimate(asked: Asked, on_progress: OnProgress) -> dict[str, Any]:
     return {
         "values": with_cost(found, gpu),
         "command": _command("estimate", request, gpu),
+        "train": shlex.join([*launched(request.recipe), *request.words]),
+        "engines": _engines(asked, gpu),
         "recipe": recipe_to_yaml(request.recipe),
         "script": _script(request.words),
         "verdict": text_html(headline(found)),
@@ -274,13 +277,8 @@ def _words(asked: Asked, gpu: Gpu, on_progress: OnProgress) -> tuple[str, ...]:
     """Return ``recipe=NAME`` and settings; for a method, those of its fastest recipe that fits."""
     if not asked.of_method:
         return (f"recipe={asked.recipe}", *asked.settings)
-    count = None if asked.devices is None else split_count(asked.devices)[0]
-    own = (*asked.settings, *unless_typed(asked.of_method, asked.settings))
-    if count not in (None, 1) and asked.method == "full":
-        return (f"recipe={FULL.shared}", *own)
-    others = tuple(each for each in own if not each.startswith("model="))
     on_progress(f"choosing the fastest recipe of the method {asked.method} that fits")
-    (found,) = _methods(asked.model or "", gpu.name, others)
+    found = best_of(_methods(asked, gpu.name))
     if found.estimate is None:
         raise UserError(*found.problems)
     return found.command
@@ -291,8 +289,20 @@ def _command(name: str, request: Request, gpu: Gpu) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _methods(model: str, gpu: str, settings: tuple[str, ...]) -> Sequence[Any]:
-    return estimate_methods(model, [find_gpu(gpu)], settings=settings, kept=_kept())
+def _methods(asked: Asked, gpu: str) -> Sequence[MethodEstimate]:
+    """Return the method by each engine of the GPUs."""
+    own = (*asked.settings, *unless_typed(asked.of_method, asked.settings))
+    others = tuple(each for each in own if not each.startswith("model="))
+    count = None if asked.devices is None else split_count(asked.devices)[0]
+    return estimate_methods(
+        asked.model or "", [find_gpu(gpu)], settings=others, count=count or 1, kept=_kept()
+    )
+
+
+def _engines(asked: Asked, gpu: Gpu) -> str:
+    """Return the engines of a method side by side, as the command shows them; empty for a recipe or one GPU."""
+    results = _methods(asked, gpu.name) if asked.of_method else []
+    return html_of(methods_on_gpu(results, gpu)) if len(results) > 1 else ""
 
 
 def _script(command: Sequence[str]) -> str:

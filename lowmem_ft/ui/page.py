@@ -135,6 +135,8 @@ class _Page:
         with gr.Tabs():
             with gr.Tab("Command"):
                 self.command = gr.HTML(elem_id="command")
+            with gr.Tab("Training"):
+                self.train = gr.HTML(elem_id="train")
             with gr.Tab("Recipe"):
                 self.recipe_text = gr.HTML(elem_id="recipe-text")
             with gr.Tab("TRL"):
@@ -149,7 +151,7 @@ class _Page:
     def _connect(self, page: gr.Blocks) -> None:
         inputs = [*self.fields.values(), self.kept]
         shown = [self.progress, self.estimate, self.answer, self.compared, self.command, self.recipe_text]
-        shown += [self.script, self.address, *self.parts.values()]
+        shown += [self.train, self.script, self.address, *self.parts.values()]
         fields = list(self.fields.values())
         quiet: dict[str, Any] = {
             "show_progress": "hidden",
@@ -244,6 +246,7 @@ class _Page:
                     self.answer: found,
                     self.compared: views.compared_html(kept[1], found) if kept else "",
                     self.command: views.copied_html(found["command"]),
+                    self.train: views.copied_html(found["train"]),
                     self.recipe_text: views.copied_html(found["recipe"]),
                     self.script: views.copied_html(found["script"]),
                     self.address: address,
@@ -257,6 +260,7 @@ class _Page:
                     self.estimate,
                     self.compared,
                     self.command,
+                    self.train,
                     self.recipe_text,
                     self.script,
                     *self.parts.values(),

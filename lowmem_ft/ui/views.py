@@ -54,6 +54,7 @@ def estimate_html(answer: Mapping[str, Any]) -> str:
         f'<section class="verdict" data-verdict="{escape(values["verdict"])}"><p>{answer["verdict"]}</p>'
         f'<p>The process takes <strong id="peak" data-bytes="{peak}">{escape(words)}</strong>.</p></section>'
         f'{_bar_html(answer["uses"])}<div class="timeline">{"".join(drawings)}</div>{answer["facts"]}'
+        f"{answer['engines']}"
     )
 
 

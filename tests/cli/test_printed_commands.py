@@ -19,9 +19,8 @@ from tiny_models import SIZES
 from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
 from lowmem_ft.cli import main
-from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus, split_count
+from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
 from lowmem_ft.foundation.catalog.model_architectures import load_architectures
-from lowmem_ft.recipe.shipped.fine_tuning_methods import methods_with
 
 OWN = {
     "llama of 12 layers": LlamaConfig(**{**SIZES, "num_hidden_layers": 12}, max_position_embeddings=512),
@@ -60,11 +59,8 @@ class Asked:
     gpu: str
 
     def words(self, folder: Path) -> list[str]:
-        settings = [f"model={folder / self.model if self.model in OWN else self.model}", *self.typed]
-        if self.gpu != "all" and split_count(self.gpu)[0] is not None:
-            # A model alone is estimated on one GPU; the error names this recipe for several.
-            return ["estimate", f"recipe={methods_with(settings)[0].shared}", *settings, "--no-changes"]
-        return ["estimate", *settings]
+        model = folder / self.model if self.model in OWN else self.model
+        return ["estimate", f"model={model}", *self.typed]
 
 
 def drawn() -> list[Asked]:

@@ -83,7 +83,7 @@ def test_the_copied_command_gives_the_same_number(asked, tmp_path, fields):
     "fields",
     [
         {"model": "pythia-70m", "method": "recipe", "recipe": "7b-lora", "gpus": "2"},
-        {"model": "gpt2", "method": "full", "gpus": "2"},
+        {"model": "gpt2", "method": "recipe", "recipe": "8b-fsdp2", "gpus": "2"},
         {"method": "recipe", "recipe": "8b-16gb", "length": ""},
     ],
 )

@@ -27,6 +27,7 @@ ANSWER = {
     "verdict": "fits on l4",
     "timeline": {"narrow": "<svg></svg>"},
     "facts": "",
+    "engines": "",
     "command": "lowmem-ft estimate 'model=a b'",
 }
 

@@ -17,11 +17,10 @@ from lowmem_ft.planning.estimator import MethodEstimate, estimate_methods
 from lowmem_ft.planning.estimator.device_target import choose_gpu
 from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.recipe.request.request import Request
-from lowmem_ft.recipe.shipped.fine_tuning_methods import recipe_of
 from lowmem_ft.reports.costs import OwnData, with_cost
 from lowmem_ft.reports.estimate_table import way_to_a_plan
 from lowmem_ft.reports.estimate_words import short_name
-from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus
+from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus, train_words
 from lowmem_ft.reports.text.document import Document
 
 MODEL_NAMES = ("model", "model.name_or_path")
@@ -65,6 +64,7 @@ def estimate_model(request: Request, gpus: Sequence[Gpu], options: argparse.Name
             model,
             gpus,
             settings=others,
+            count=request.num_gpus,
             is_thorough=not is_all,
             kept=KeptTraces.of_user(),
             on_start=lambda doing: say(f"{short}: {doing}"),
@@ -87,10 +87,15 @@ def estimate_model(request: Request, gpus: Sequence[Gpu], options: argparse.Name
         )
         assert nearest.estimate is not None
         command = nearest.command
-        plan = way_to_a_plan(command, recipe_of(command), nearest.estimate, nearest.gpu.name)
+        plan = way_to_a_plan(command, nearest.recipe, nearest.estimate, nearest.devices)
         output.add(Document(plan, None if is_all else "See other GPUs with --gpu all.", gap=0))
     output.write_json(_as_json(results, own_data))
     return 0 if fits else EXIT_DOES_NOT_FIT
+
+
+def _placement_in_json(result: MethodEstimate) -> dict[str, Any]:
+    engine, count = result.placement.engine, result.placement.count
+    return {} if engine is None else {"strategy": engine, "num_processes": count}
 
 
 def _as_json(results: Sequence[MethodEstimate], own_data: OwnData | None) -> dict[str, Any]:
@@ -101,13 +106,19 @@ def _as_json(results: Sequence[MethodEstimate], own_data: OwnData | None) -> dic
                 "method": result.method.name,
                 "recipe": result.rung,
                 "settings": list(result.command),
+                "train": train_words(result),
                 **with_cost(result.estimate, result.gpu, own_data, result.row_tokens),
             }
             for result in results
             if result.estimate is not None
         ],
         "cannot_run": [
-            {"method": result.method.name, "gpu": result.gpu.name, "reason": " ".join(result.problems)}
+            {
+                "method": result.method.name,
+                "gpu": result.gpu.name,
+                **_placement_in_json(result),
+                "reason": " ".join(result.problems),
+            }
             for result in results
             if result.estimate is None
         ],

@@ -27,7 +27,7 @@ from lowmem_ft.planning.estimator.longest_rows import (
 )
 from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.planning.script_runs import estimate_script
-from lowmem_ft.recipe.command_lines import command_line
+from lowmem_ft.recipe.command_lines import launched
 from lowmem_ft.recipe.request.request import Request
 from lowmem_ft.recipe.shipped.fine_tuning_methods import methods_with, recipe_of
 from lowmem_ft.recipe.space.search_space import with_settings
@@ -90,6 +90,7 @@ def longest_rows_of_model(request: Request, gpu: Gpu, options: argparse.Namespac
             model,
             [gpu],
             settings=[*others, f"{_LENGTH}={most}"],
+            count=request.num_gpus,
             kept=kept,
             on_start=lambda doing: say(f"{name}: {doing}"),
         )
@@ -97,21 +98,22 @@ def longest_rows_of_model(request: Request, gpu: Gpu, options: argparse.Namespac
         in_json: list[dict[str, Any]] = []
         for result in results:
             if result.estimate is None:
-                parts.append(f"{result.method.title}: {' '.join(result.problems)}")
+                parts.append(f"{result.title}: {' '.join(result.problems)}")
                 continue
-            recipe = with_settings(recipe_of(result.command), {_LENGTH: min(FIRST_TOKENS, most)})
-            tell = functools.partial(_tell, say, f"{name}, {result.method.title}")
+            recipe = with_settings(result.recipe, {_LENGTH: min(FIRST_TOKENS, most)})
+            tell = functools.partial(_tell, say, f"{name}, {result.title}")
             found = longest_rows(recipe, gpu, kept=kept, on_estimate=tell)
             command = [each for each in result.command if each.partition("=")[0] != _LENGTH]
-            parts.append(f"{result.method.title}: {length_words(found)}")
+            parts.append(f"{result.title}: {length_words(found)}")
             if found.tokens:
-                words = command_line("train", *command, f"{_LENGTH}={found.tokens}")
+                words = (*launched(result.recipe), *command, f"{_LENGTH}={found.tokens}")
                 parts.append(Command(*words))
             in_json.append({"method": result.method.name, "settings": command, **_in_json(gpu.name, found)})
     if not in_json:
         raise UserError(*dict.fromkeys(problem for result in results for problem in result.problems))
     output = Output(options.json)
-    output.add(Document(f"{name} on {gpu.name}: the longest rows that fit", Document(*parts, gap=0)))
+    devices = results[0].devices
+    output.add(Document(f"{name} on {devices}: the longest rows that fit", Document(*parts, gap=0)))
     output.write_json({"longest_rows": in_json})
     return 0 if any(each["tokens"] for each in in_json) else EXIT_DOES_NOT_FIT
 

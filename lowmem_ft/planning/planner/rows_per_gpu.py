@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.planning.estimator.gpu_counts import NUMBERS
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.gpu_count import dealt_rows
 from lowmem_ft.recipe.space.search_space import ROWS, Settings, with_settings
 
 COUNT = "distributed.num_processes"
@@ -68,10 +68,7 @@ def _dealt_out(recipe: Recipe, number: int) -> Settings:
     """
     if number == 1:
         return {}
-    micro_batch, micro_batches = _rows(recipe)
-    width = recipe.distributed.plan(number).data_width
-    fewer = math.gcd(micro_batches, width)
-    rows = (micro_batch // (width // fewer), micro_batches // fewer)
+    rows = dealt_rows(*_rows(recipe), recipe.distributed.plan(number).data_width)
     return {**dict(zip(ROWS, rows, strict=True)), COUNT: number}
 
 

@@ -22,6 +22,7 @@ from lowmem_ft.recipe.checks.path_checks import (
     check_paths_of_run,
     check_sizes_of_model,
 )
+from lowmem_ft.recipe.command_lines import without
 from lowmem_ft.recipe.gpu_count import on_gpus
 from lowmem_ft.recipe.loading import load_recipe
 from lowmem_ft.recipe.request.plan_defaults import named_as_planned, with_defaults_of_plan
@@ -88,6 +89,7 @@ class Request:
             recipe = load_recipe(None, with_defaults_of_plan(settings))
         elif name is None and not is_for_processor(settings, devices):
             recipe = load_recipe(None, model_settings_only(settings))
+            recipe, _ = on_gpus(recipe, None if devices == ALL_GPUS else devices)
             return cls(purpose=purpose, recipe_name=name, settings=settings, recipe=recipe, devices=devices)
         else:
             recipe = load_recipe(name, settings)
@@ -105,6 +107,11 @@ class Request:
     def gpu(self) -> str | None:
         """The GPU's own name, ``all``, or ``cpu``; None: open."""
         return None if self.devices is None else split_count(self.devices)[1]
+
+    @property
+    def num_gpus(self) -> int:
+        """The number of GPUs that train together."""
+        return self.recipe.distributed.num_processes or 1
 
     @property
     def named_gpu(self) -> Gpu | None:
@@ -175,21 +182,12 @@ class Request:
 
     def _check_methods(self) -> None:
         """Refuse what needs a recipe, and settings that fit no method."""
-        methods, model = methods_with(self.settings), self.recipe.model.name_or_path
-        count = None if self.devices in (None, ALL_GPUS) else split_count(self.devices)[0]
-        problems = []
-        if count not in (None, 1):
-            problems.append(
-                f"A model without a recipe is estimated on one GPU, got {self.devices}. Name a recipe, such as "
-                f"{shlex.join([f'recipe={methods[0].shared}', f'model={model}'])}, or run `lowmem-ft plan` with the "
-                "same arguments."
-            )
+        model = self.recipe.model.name_or_path
         if values_by_key(self.settings).get("checkpointing.mode") == "auto":
-            problems.append(
+            raise UserError(
                 f"checkpointing.mode=auto needs a recipe, got model={model} without one. Name one, such as "
                 f"{self.with_recipe()}."
             )
-        raise_problems(problems)
         gpu = self.named_gpu
 
         def check(of_method: Recipe) -> None:
@@ -197,7 +195,9 @@ class Request:
             if gpu is not None:
                 check_device_of_estimate(of_method, gpu)
 
-        check_methods(self.settings, check, has_bfloat16=gpu is None or gpu.has_bfloat16)
+        # An engine refuses some of a method's settings, each in a row of its own.
+        settings = without(self.settings, ("distributed.strategy",))
+        check_methods(settings, check, has_bfloat16=gpu is None or gpu.has_bfloat16)
 
     def with_recipe(self) -> str:
         """Return words that name a recipe for the same model, one of the methods that the settings leave open."""

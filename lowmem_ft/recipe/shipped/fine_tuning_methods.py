@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.recipe.gpu_count import dealt_rows
 from lowmem_ft.recipe.loading import load_recipe
 from lowmem_ft.recipe.reading.keys import SHORT_FORMS
 from lowmem_ft.recipe.space.search_space import ROWS
@@ -20,7 +21,6 @@ class Method:
         name: ``full``, ``lora`` or ``qlora``.
         title: the name for people.
         rungs: shipped recipes for it, the fastest first. Each takes less of a GPU than the one before.
-        shared: a shipped recipe by which several GPUs share it with FSDP2.
         roomy: settings of the first of them with which the rows of a micro-batch and the layers that keep their
             activations are chosen for each GPU.
         rows: the rows to choose from, the fewest first.
@@ -36,7 +36,6 @@ class Method:
     name: str
     title: str
     rungs: tuple[str, ...]
-    shared: str
     roomy: tuple[str, ...] = ()
     rows: tuple[int, ...] = (1, 2, 4, 8)
     kept: tuple[int, ...] = (4, 3, 2, 1, 0)
@@ -57,7 +56,6 @@ FULL = Method(
     name="full",
     title="full",
     rungs=("8b-bf16", "8b-24gb", "8b-16gb", "8b-8gb"),
-    shared="8b-fsdp2",
     roomy=("optimizer.in_backward=false",),
     rows=(2, 4),  # with one row, recomputing the layers of 16 at once is as fast, and takes less
     kept=(4,),
@@ -70,14 +68,12 @@ LORA = Method(
     name="lora",
     title="LoRA",
     rungs=("7b-lora",),
-    shared="7b-lora",
     without_bfloat16=_FLOAT16,
 )
 QLORA = Method(
     name="qlora",
     title="QLoRA",
     rungs=("7b-qlora",),
-    shared="7b-qlora",
     without_bfloat16=_FLOAT16,
 )
 METHODS = (FULL, LORA, QLORA)
@@ -92,11 +88,14 @@ _WHICH_AND_WHERE = (
     "budget.host",
     "budget.enforce",
     "budget.retry",
+    "distributed.strategy",
+    "distributed.num_processes",
+    "distributed.num_machines",
 )
 
 
 def model_settings_only(settings: Sequence[str]) -> list[str]:
-    """Return the settings that name the model and the machine, frozen: none of the user's about how it is trained."""
+    """Return the settings that name the model and the machines, frozen: none of the user's about how it is trained."""
     named = [f"{key}={value}" for key, value in values_by_key(settings).items() if key in _WHICH_AND_WHERE]
     return [*named, "adapter.name=lora"]  # which any base can be trained with, a packed one too
 
@@ -153,24 +152,32 @@ def unless_typed(further: Sequence[str], settings: Sequence[str]) -> list[str]:
     return [setting for setting in further if setting.partition("=")[0] not in typed]
 
 
-def for_as_many_rows(shipped: Recipe, settings: Sequence[str]) -> dict[str, int]:
-    """Derive micro-batch or accumulation from the other if the user set only one: the rows of a step stay the same.
+def for_as_many_rows(shipped: Recipe, settings: Sequence[str], count: int = 1) -> dict[str, int]:
+    """Derive what the user left open of micro-batch and accumulation: the rows of a step stay the same.
 
-    Methods split the rows of a step differently. With one half typed and each method's own other half, their steps
-    would have different numbers of rows, and their seconds could not be compared.
+    Methods split the rows of a step differently. With one half typed and each method's own other half, or with as many
+    rows on each of several GPUs, steps would have different numbers of rows, and their seconds could not be compared.
 
     Args:
         shipped: a method's recipe, without what the user typed.
-        settings: ``key=value`` as typed.
+        settings: ``key=value`` as typed; both halves typed are those of each GPU.
+        count: number of GPUs.
     """
     typed = values_by_key(settings)
     given = [typed[key] for key in ROWS if key in typed]
+    rows, micro_batches = (
+        shipped.training.per_device_train_batch_size,
+        shipped.training.gradient_accumulation_steps,
+    )
+    if not given:
+        return {} if count == 1 else dict(zip(ROWS, dealt_rows(rows, micro_batches, count), strict=True))
     if (
-        len(given) != 1 or not given[0].isdecimal() or int(given[0]) == 0
+        len(given) > 1 or not given[0].isdecimal() or int(given[0]) == 0
     ):  # the recipe's rules report what is wrong
         return {}
-    rows = shipped.training.per_device_train_batch_size * shipped.training.gradient_accumulation_steps
-    return {key: max(1, round(rows / int(given[0]))) for key in ROWS if key not in typed}
+    return {
+        key: max(1, round(rows * micro_batches / count / int(given[0]))) for key in ROWS if key not in typed
+    }
 
 
 def recipe_of(command: Sequence[str]) -> Recipe:

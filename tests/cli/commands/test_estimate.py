@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import io
+import itertools
 import json
 import logging
 import os
@@ -36,6 +37,7 @@ from lowmem_ft.foundation.units import GIB
 from lowmem_ft.planning.estimator.fitting_shipped_recipe import ShippedRecipe
 from lowmem_ft.planning.estimator.method_estimates import MethodEstimate
 from lowmem_ft.recipe import load_recipe
+from lowmem_ft.recipe.gpu_count import placements
 from lowmem_ft.recipe.shipped.fine_tuning_methods import methods_with
 
 
@@ -67,6 +69,7 @@ class FakeEstimator:
         self.interrupted_after: int | None = None
         self.searched: list = []
         self.asked_of_models: list = []
+        self.counts: list[int] = []
         self.method_problems: dict[str, tuple[str, ...]] = {}
 
     def estimate_memory(self, recipe, gpu=None, *, budget=None, kept=None) -> MemoryEstimate:
@@ -102,20 +105,27 @@ class FakeEstimator:
         ]
 
     def estimate_methods(
-        self, model, gpus, *, settings=(), is_thorough=True, kept=None, on_start=None
+        self, model, gpus, *, settings=(), count=1, is_thorough=True, kept=None, on_start=None
     ) -> list[MethodEstimate]:
         self.asked_of_models.append((model, [*settings], [gpu.name for gpu in gpus], is_thorough))
-        return [
-            MethodEstimate(
-                method=method,
-                gpu=gpu,
-                command=(f"recipe={method.rungs[-1]}", f"model={model}", *settings),
-                estimate=None if method.name in self.method_problems else self.estimate_memory(None, gpu),
-                problems=self.method_problems.get(method.name, ()),
+        self.counts.append(count)
+        results = []
+        for method, placement, gpu in itertools.product(methods_with(settings), placements(count), gpus):
+            name = method.name if placement.engine is None else f"{method.name}, {placement.engine}"
+            problems = self.method_problems.get(name, ())
+            command = (f"recipe={method.rungs[-1]}", f"model={model}", *settings, *placement.settings)
+            found = None if problems else self.estimate_memory(None, gpu)
+            results.append(
+                MethodEstimate(
+                    method=method,
+                    gpu=gpu,
+                    placement=placement,
+                    command=command,
+                    estimate=found,
+                    problems=problems,
+                )
             )
-            for method in methods_with(settings)
-            for gpu in gpus
-        ]
+        return results
 
     def estimate_changed(self, recipe, gpu=None, *, budget=None, kept=None) -> MemoryEstimate:
         """What the search asks: each change alone makes it fit, or none does."""
@@ -179,14 +189,48 @@ def test_a_model_with_settings_is_estimated_by_each_method_with_them(estimator, 
     by = "recipe=7b-lora model=some/model adapter.name=lora budget=4GiB"
     assert f"\n  lowmem-ft plan {by} --gpu small\n" in shown
     assert "See other GPUs with --gpu all." in shown
-    assert estimate("model=some/model", "--gpu", "8xbig") == 2
-    assert (
-        "estimated on one GPU, got 8xbig. Name a recipe, such as recipe=8b-fsdp2" in capsys.readouterr().err
-    )
     assert estimate("model=some/model", "checkpointing.mode=auto", "--gpu", "big", "--changes") == 2
     said = capsys.readouterr().err
     assert "checkpointing.mode=auto needs a recipe" in said
     assert "--changes needs a recipe" in said
+
+
+def test_several_gpus_have_a_row_an_engine_and_the_line_that_starts_it(estimator, capsys):
+    estimator.method_problems = {"lora, ddp": ("Each process of ddp holds all weights.",)}
+    settings = ("model=some/model", "model.quantization=none", "adapter.r=4")
+    assert estimate(*settings, "--gpu", "4xbig", "--json", "-") == 0
+    assert estimator.counts == [4]
+    said = capsys.readouterr()
+    text, report = " ".join(said.err.split()), json.loads(said.out)
+    assert "a-model on 4 x big: LoRA" in text
+    assert "LoRA, ddp cannot run" in text
+    assert "LoRA, ddp is not estimated: Each process of ddp holds all weights." in text
+    assert "--gpu 4xbig shows it in detail" in text
+    (one,), (other,) = report["estimates"], report["cannot_run"]
+    assert one["train"][:5] == ["torchrun", "--standalone", "--nproc_per_node=4", "-m", "lowmem_ft"]
+    assert one["train"][5:] == ["train", *one["settings"]]
+    assert "distributed.strategy=fsdp2" in one["settings"]
+    assert (other["strategy"], other["num_processes"]) == ("ddp", 4)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--gpu", "2xnonsense"], "There is no GPU 'nonsense'"),
+        (["--gpu", "0xbig"], "a whole number of GPUs before the x"),
+        (["--gpu", "2xbig", "distributed.num_processes=4"], "num_processes=4, but 2xbig is 2 GPUs"),
+        (["--gpu", "2xbig", "distributed.strategy=zero3"], "DeepSpeed's engine, which cannot be traced"),
+        (
+            ["--gpu", "big", "distributed.strategy=ddp"],
+            "is for several processes, and their number is not set",
+        ),
+        (["--gpu", "3xbig", "distributed.num_machines=2"], "must have the same number of GPUs each"),
+    ],
+)
+def test_several_gpus_that_contradict_the_settings_are_refused_in_a_line(estimator, capsys, words, said):
+    assert estimate("model=some/model", *words) == 2
+    assert said in capsys.readouterr().err
+    assert estimator.asked_of_models == []
 
 
 def test_defaults_are_told_of_on_the_processor(estimator, capsys):

@@ -216,7 +216,7 @@ def test_a_method_that_the_model_does_not_go_with_says_why_and_the_others_are_th
                 return CannotRun(gpu=gpu, problems=("This head cannot be streamed.",))
             return super().estimate(gpu)
 
-    monkeypatch.setattr("lowmem_ft.planning.estimator.method_estimates.SharedTraces", Refusing)
+    monkeypatch.setattr("lowmem_ft.planning.estimator.methods.places.SharedTraces", Refusing)
     full, lora = estimate_methods(folder, [find_gpu("rtx-4090")], settings=["model.quantization=none"])
     assert (full.estimate, full.problems) == (None, ("This head cannot be streamed.",))
     assert lora.fits

@@ -1,10 +1,10 @@
 """The fastest of a few settings on each GPU: rows of a micro-batch, and layers that keep their activations.
 
-More rows spare the host launches, and the device work that every micro-batch repeats; a layer that keeps its
-activations spares their recomputation. Both take memory. On a GPU the ladder begins with one row and the most layers
-that fit, and climbs to more rows for as long as a step gains by them. Settings that others have shown to need more than
-a GPU has are not estimated there, nor those that would leave it too little to spare where only one with enough would be
-taken; and what no GPU asks for is not traced.
+More rows spare the host launches, several processes exchanges, and the device the work that every micro-batch repeats;
+a layer that keeps its activations spares their recomputation. Both take memory. On a GPU the ladder begins with one row
+and the most layers that fit, and climbs to more rows for as long as a step gains by them. Settings that others have
+shown to need more than a GPU has are not estimated there, nor those that would leave it too little to spare where only
+one with enough would be taken; and what no GPU asks for is not traced.
 """
 
 from __future__ import annotations
@@ -76,10 +76,14 @@ class Found:
         return 0.0 if step is None else step.tokens_per_second
 
     @property
-    def host_share(self) -> float:
-        """Share of a step in which the GPU waits for its host."""
-        step = None if isinstance(self.answer, CannotRun) else self.answer.step
-        return 0.0 if step is None else step.host_share
+    def waiting_share(self) -> float:
+        """Share of a step in which the GPU waits for its host, or for what other processes send."""
+        if isinstance(self.answer, CannotRun) or self.answer.step is None:
+            return 0.0
+        step = self.answer.step
+        if self.answer.processes is None or not step.by_operator:
+            return step.host_share
+        return max(step.host_share, 1 - sum(step.by_operator.values()) / step.seconds)
 
 
 class SettingsLadder:
@@ -123,7 +127,7 @@ class SettingsLadder:
     def _with_more_rows(self, best: Found, rows: int | None, gpu: Gpu) -> Found | None:
         """Return a setting with more rows; None where none is worth a try."""
         before = best.setting.kept
-        gain = _GAIN_OF_DEVICE / max(1e-9, 1 - best.host_share)
+        gain = _GAIN_OF_DEVICE / max(1e-9, 1 - best.waiting_share)
         as_many = Setting(rows, before)
         if not self._is_surely_tight(as_many, gpu) and (before == self._kept[0] or gain >= _WORTH_A_TRY):
             found = self._found(as_many, gpu)

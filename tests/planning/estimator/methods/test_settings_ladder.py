@@ -13,6 +13,7 @@ from lowmem_ft.foundation.memory.memory_estimate import (
     DeviceLimit,
     MemoryEstimate,
     ModelSize,
+    Processes,
     StepTime,
 )
 from lowmem_ft.foundation.units import GIB
@@ -155,3 +156,24 @@ def test_settings_that_cannot_run_end_the_search():
 
     ladder = SettingsLadder(rows=(1, 2), kept=(4, 0), estimate=refuse, room_bytes=lambda gpu: 1.0)
     assert isinstance(ladder.fastest(card(24)).answer, CannotRun)
+
+
+class Sharded(Model):
+    """The same, but what the GPU waits for comes from other processes: the weights of each micro-batch."""
+
+    def estimate(self, setting: Setting, gpu: Gpu) -> MemoryEstimate:
+        answer = super().estimate(setting, gpu)
+        seconds, waits = self.seconds_of_row(setting)
+        step = dataclasses.replace(answer.step, host_share=0.0, by_operator={"mm": 16 * (seconds - waits)})
+        return dataclasses.replace(answer, step=step, processes=Processes(strategy="fsdp2", num_processes=2))
+
+
+@pytest.mark.parametrize("gib", [26, 30, 48])
+def test_waits_for_other_processes_are_worth_more_rows_as_those_for_the_host_are(gib):
+    gpu = dataclasses.replace(find_gpu("rtx-4090"), memory_bytes=gib * GIB)
+    sharded, alone = (
+        Sharded(host_seconds=20).ladder().fastest(gpu),
+        Model(host_seconds=20).ladder().fastest(gpu),
+    )
+    assert sharded.setting == alone.setting
+    assert (sharded.setting.rows or 1) > 1
