@@ -96,6 +96,14 @@ class DistributedConfig:
         remaining_bytes={"sums": as_it_is},
     )
 
+    context: int = knob(
+        1,
+        "Processes that share the tokens of each row, neighbours by rank: each runs the whole model on its part, and "
+        "attention's keys and values pass by in a ring (torch's context_parallel); 1: each row is one process's.",
+        frees="N: a row's activations, inputs and logits, except for 1/N",
+        costs="N: in each layer the keys and values of the row cross the link, and their gradients",
+    )
+
     @property
     def per_machine(self) -> int:
         """Processes on each machine; 1 if nothing says how many there are."""
@@ -142,6 +150,13 @@ class DistributedConfig:
             yield (
                 f"distributed.num_processes={processes} must be a multiple of distributed.num_machines={machines}, "
                 "because each machine has the same number of processes. Correct one of the two."
+            )
+        if self.context < 1:
+            yield f"distributed.context must be at least 1, got {self.context}. Set it to 1."
+        elif processes is not None and processes > 1 and processes % self.context:
+            yield (
+                f"distributed.num_processes={processes} must be a multiple of distributed.context={self.context}, "
+                "because each row's tokens are shared by that many processes. Correct one of the two."
             )
         if processes is not None and processes > 1 and self.strategy == "none":
             yield (

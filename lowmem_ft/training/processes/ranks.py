@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lowmem_ft.foundation.errors import UserError, user_error
 from lowmem_ft.foundation.host.pinned_memory import HostMemory
@@ -46,6 +47,7 @@ class Ranks:
     ) -> None:
         self.num_processes = num_processes
         self.process_index = process_index
+        self._context = distributed.context
         self._device = device
         self._is_sharded = distributed.strategy == "fsdp2"
         self._device_of_rows = torch.device("cpu") if distributed.cpu_offload else device
@@ -57,6 +59,28 @@ class Ranks:
     def is_main(self) -> bool:
         """True in the main process, rank 0, which writes every file that is written once."""
         return self.process_index == 0
+
+    @property
+    def context(self) -> int:
+        """Processes that share the tokens of each row: neighbours, which read the same rows."""
+        return self._context
+
+    @property
+    def data_width(self) -> int:
+        """Different micro-batches that are processed at a time."""
+        return self.num_processes // self.context
+
+    @property
+    def data_index(self) -> int:
+        """The one of them that is this process's."""
+        return self.process_index // self.context
+
+    def context_mesh(self) -> DeviceMesh | None:
+        """Return the processes that share this one's rows, in the order of their tokens; None if it has them alone."""
+        if self.context == 1:
+            return None
+        axes = (self.data_width, self.context)
+        return init_device_mesh(self._device.type, axes, mesh_dim_names=("data", "context"))["context"]
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over all processes, element by element."""

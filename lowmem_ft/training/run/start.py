@@ -34,8 +34,8 @@ def stream_from(recipe: Recipe, ranks: Ranks, data: PreparedData, position: Data
         position=position,
         per_device_batch_size=recipe.training.per_device_train_batch_size,
         gradient_accumulation_steps=recipe.training.gradient_accumulation_steps,
-        num_processes=ranks.num_processes,
-        process_index=ranks.process_index,
+        num_processes=ranks.data_width,
+        process_index=ranks.data_index,
         collate=data.collate,
     )
 
@@ -135,8 +135,8 @@ def log_start(recipe: Recipe, runtime: Runtime, progress: Progress, num_steps: i
             "Adapters belong to the base weights that they were trained on, and random ones (model.weights=random) "
             "are not kept: the adapters of this run cannot be merged or used."
         )
-    num_processes = runtime.ranks.num_processes
-    examples = config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes
+    num_processes, data_width = runtime.ranks.num_processes, runtime.ranks.data_width
+    examples = config.per_device_train_batch_size * config.gradient_accumulation_steps * data_width
     left = f"steps {progress.step + 1} to {num_steps}, {counted(examples, 'example')} a step"
     logger.info(
         "Training on %s (torch %s), %s: %s.",
