@@ -13,6 +13,7 @@ from lowmem_ft.foundation.memory.race import Race
 from lowmem_ft.foundation.memory.step_work import StepWork
 from lowmem_ft.foundation.memory.timeline import Timeline
 from lowmem_ft.foundation.memory.uncertainty import Uncertainty, is_tight
+from lowmem_ft.foundation.parallel_plan import ParallelPlan
 from lowmem_ft.foundation.units import format_bytes
 
 SCHEMA = 1
@@ -165,9 +166,11 @@ class Processes:
     last_host_bytes: int = 0
 
     @property
-    def per_machine(self) -> int:
-        """Number of processes on each machine."""
-        return self.num_processes // self.num_machines
+    def plan(self) -> ParallelPlan:
+        """The plan by which they share the model."""
+        return ParallelPlan(
+            strategy=self.strategy, num_processes=self.num_processes, num_machines=self.num_machines
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,6 +253,11 @@ class MemoryEstimate:
     races: tuple[Race, ...] = ()
 
     @property
+    def plan(self) -> ParallelPlan:
+        """The plan of its processes."""
+        return ParallelPlan() if self.processes is None else self.processes.plan
+
+    @property
     def headroom_bytes(self) -> int | None:
         """Bytes of the device's budget left unused; negative if it is exceeded; None without a limit."""
         limit = self.budget.device_bytes
@@ -268,7 +276,7 @@ class MemoryEstimate:
         each = self.process_peak_bytes if self.is_of_cpu else self.host_peak_bytes
         if self.processes is None:
             return each
-        return each + (self.processes.per_machine - 1) * (self.processes.last_host_bytes or each)
+        return each + (self.plan.per_machine - 1) * (self.processes.last_host_bytes or each)
 
     @property
     def is_of_cpu(self) -> bool:

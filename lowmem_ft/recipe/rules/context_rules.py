@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lowmem_ft.foundation.parallel_plan import is_of_one_process
 from lowmem_ft.foundation.upstream.context_parallel_versions import (
     CONTEXT_PARALLEL_IN,
     unknown_context_parallel,
@@ -20,12 +21,12 @@ def context_is_of_several_processes(recipe: Recipe) -> Iterator[str]:
     config = recipe.distributed
     if config.context <= 1:
         return
-    if config.strategy in ("zero2", "zero3"):
+    if config.plan().has_engine:
         yield (
             f"distributed.context={config.context} needs distributed.strategy=fsdp2 or ddp, got {config.strategy}. Set "
             f"distributed.strategy=fsdp2, {_WHOLE_ROWS}."
         )
-    if config.strategy == "none" or config.num_processes == 1:
+    if is_of_one_process(config.strategy) or config.num_processes == 1:
         yield (
             f"distributed.context={config.context} spreads rows over several processes, got one. Start "
             f"{config.context}, `accelerate launch --num_processes {config.context} ...`, {_WHOLE_ROWS}."

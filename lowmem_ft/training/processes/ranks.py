@@ -45,41 +45,33 @@ class Ranks:
         num_processes: int = 1,
         process_index: int = 0,
     ) -> None:
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self._context = distributed.context
+        self.plan = distributed.plan(num_processes, process_index)
         self._device = device
-        self._is_sharded = distributed.strategy == "fsdp2"
         self._device_of_rows = torch.device("cpu") if distributed.cpu_offload else device
         self._rows: dict[nn.Parameter, torch.Tensor] = {}
         self._sharded: FullySharded | None = None
         self._reduce_after_backward: Callable[[Iterable[nn.Parameter]], object] = lambda parameters: None
 
     @property
+    def num_processes(self) -> int:
+        """Number of all processes that train one model."""
+        return self.plan.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """The rank of this process."""
+        return self.plan.rank
+
+    @property
     def is_main(self) -> bool:
         """True in the main process, rank 0, which writes every file that is written once."""
         return self.process_index == 0
 
-    @property
-    def context(self) -> int:
-        """Processes that share the tokens of each row: neighbours, which read the same rows."""
-        return self._context
-
-    @property
-    def data_width(self) -> int:
-        """Different micro-batches that are processed at a time."""
-        return self.num_processes // self.context
-
-    @property
-    def data_index(self) -> int:
-        """The one of them that is this process's."""
-        return self.process_index // self.context
-
     def context_mesh(self) -> DeviceMesh | None:
         """Return the processes that share this one's rows, in the order of their tokens; None if it has them alone."""
-        if self.context == 1:
+        if self.plan.context == 1:
             return None
-        axes = (self.data_width, self.context)
+        axes = (self.plan.data_width, self.plan.context)
         return init_device_mesh(self._device.type, axes, mesh_dim_names=("data", "context"))["context"]
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:

@@ -106,7 +106,7 @@ def plan_session(recipe: Recipe, runtime: Runtime, hf_config: PretrainedConfig |
         device=runtime.machine.device,
         compute_dtype=compute_dtype(dtype, recipe.training.mixed_precision),
         packing=recipe.data.packing,
-        context=runtime.ranks.context,
+        context=runtime.ranks.plan.context,
     )
     logger.info("Attention: %s (%s).", attention.implementation, attention.reason)
     if compute_dtype(dtype, recipe.training.mixed_precision) == torch.float32:

@@ -124,22 +124,22 @@ def refuse_dependent_parts(session: Session, name: str) -> None:
         return
     ranks = session.runtime.ranks
     is_exact = next(session.unwrapped_model.parameters()).dtype == torch.float32
-    ids_T = torch.arange(4 * NUM_TOKENS * ranks.context) % (
+    ids_T = torch.arange(4 * NUM_TOKENS * ranks.plan.context) % (
         vocab_size(session.unwrapped_model.config) or NUM_TOKENS
     )
     session.model.eval()
     try:
         whole = evaluation_loss(session, [_batch(ids_T)], in_parts=False)[0]
-        parts = ranks.sum(evaluation_loss(session, [_batch(ids_T)])[0]) / ranks.data_width
+        parts = ranks.sum(evaluation_loss(session, [_batch(ids_T)])[0]) / ranks.plan.data_width
     finally:
         session.model.train()
     if not has_values(whole):
         return
     if abs(float(parts) - float(whole)) > (EXACT_TOLERANCE if is_exact else TOLERANCE) * abs(float(whole)):
         raise ModelError(
-            f"distributed.context={ranks.context} needs a model whose tokens see one another by attention alone; in "
-            f"{name} the loss of a row is {float(whole):.6g}, and {float(parts):.6g} where its tokens are spread over "
-            "processes. Set distributed.context=1."
+            f"distributed.context={ranks.plan.context} needs a model whose tokens see one another by attention alone; "
+            f"in {name} the loss of a row is {float(whole):.6g}, and {float(parts):.6g} where its tokens are spread "
+            "over processes. Set distributed.context=1."
         )
 
 

@@ -166,7 +166,7 @@ def enable_techniques(build: Build) -> EnabledTechniques:
     recipe, training = build.recipe, build.recipe.training
     try:
         build.enable((*ADAPTERS, *FORWARD), build.in_forward)
-        if recipe.distributed.has_engine:  # which updates, sums and offloads by itself
+        if recipe.distributed.plan().has_engine:  # which updates, sums and offloads by itself
             optimizer = create_torch_adamw(
                 build.model, recipe.optimizer, learning_rate=training.learning_rate
             )
@@ -230,7 +230,7 @@ def _vertical_accumulation(build: Build) -> Technique:
 
 def _chunked_loss(build: Build) -> Technique:
     recipe, device = build.recipe, build.host_memory.device
-    is_loaded = recipe.distributed.strategy != "fsdp2"
+    is_loaded = not recipe.distributed.plan().shards_rows
     return enable_chunked_loss(build.parts, recipe.loss, recipe.tiling, device=device, compare=is_loaded)
 
 
@@ -361,7 +361,7 @@ FORWARD = (
     ),
     Spec(lambda build: build.recipe.loss.chunk_tokens is not None, _chunked_loss),
     Spec(lambda build: build.recipe.offload.parameters == "stream", _parameter_streaming),
-    Spec(lambda build: build.recipe.distributed.strategy == "fsdp2", lambda build: build.shard(build.parts)),
+    Spec(lambda build: build.recipe.distributed.plan().shards_rows, lambda build: build.shard(build.parts)),
     Spec(
         lambda build: build.find(FullySharded) is not None and build.find(ChunkedLoss) is not None,
         _compare_sharded_loss,

@@ -100,7 +100,7 @@ class WindowPass:
         loss = torch.zeros((), dtype=torch.float32, device=machine.device)
         aux_loss: torch.Tensor | None = None
         micro_batches = self.micro_batches()
-        share = 1 / (len(micro_batches) * ranks.num_processes)
+        share = 1 / ranks.plan.in_all(len(micro_batches))
         for index, self.working_on in enumerate(micro_batches):
             with (
                 ranks.micro_batch(session.model, is_last=index == len(micro_batches) - 1),
@@ -196,7 +196,7 @@ def _count_tokens(session: Session, window: Sequence[Batch]) -> tuple[int, int]:
     counts = [sum(batch.num_label_tokens for batch in window), sum(batch.num_tokens for batch in window)]
     if ranks.num_processes > 1:
         totals = ranks.sum(torch.tensor(counts, device=session.runtime.machine.device))
-        counts = [total // ranks.context for total in totals.tolist()]
+        counts = [total // ranks.plan.context for total in totals.tolist()]
     return max(counts[0], 1), counts[1]
 
 
