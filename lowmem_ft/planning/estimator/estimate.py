@@ -358,7 +358,7 @@ def estimate_context_of(
     outside = process_overhead_bytes(
         gpu,
         uses_bitsandbytes=recipe.uses_bitsandbytes,
-        num_processes=recipe.distributed.num_processes or 1,
+        num_processes=recipe.distributed.plan().num_processes,
     )
     tokens = traced.tokens_per_micro_batch * recipe.training.gradient_accumulation_steps
     return EstimateContext(

@@ -11,11 +11,6 @@ from lowmem_ft.recipe.rules.rule import reads
 from lowmem_ft.recipe.tree import Recipe
 
 
-def engine_of(recipe: Recipe, num_processes: int) -> Engine | None:
-    """Return the engine of a run, which one process lacks; without a strategy, each of several has a whole model."""
-    return recipe.distributed.plan(num_processes).engine
-
-
 def problems_with_processes(recipe: Recipe, num_processes: int) -> Iterator[str]:
     """Yield the problems of a recipe with the engine of several processes, and with a plan that is still to be made.
 
@@ -40,7 +35,7 @@ def problems_with_processes(recipe: Recipe, num_processes: int) -> Iterator[str]
             f"distributed.context={context} spreads each row over that many processes, got {num_processes}. Start "
             f"{context} or a multiple of it (an estimate: --gpu {context}xNAME), or set distributed.context=1."
         )
-    if (engine := engine_of(recipe, num_processes)) is not None:
+    if (engine := recipe.distributed.plan(num_processes).engine) is not None:
         yield from problems_with_engine(recipe, engine)
 
 

@@ -21,7 +21,7 @@ MOST_PROCESSES = 9999
 
 
 def _share_of_rank(held: Held, strategy: str | None, step: StepFacts) -> Held:
-    return held.scaled(1 / len(step.plan.shard_group))
+    return held.scaled(1 / step.plan.shard_size)
 
 
 def _gathered(held: Held, reshards: bool | None, step: StepFacts) -> Held:

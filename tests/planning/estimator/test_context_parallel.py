@@ -46,7 +46,7 @@ def test_a_process_has_its_share_of_the_tokens():
     assert spread.step is not None
     assert (whole.step.tokens, spread.step.tokens) == (TOKENS, TOKENS // 4)
     assert spread.plan.in_all(spread.step.tokens) == TOKENS
-    assert spread.allocated_peak_bytes < 0.5 * whole.allocated_peak_bytes
+    assert spread.allocated_peak_bytes < whole.allocated_peak_bytes  # both with the same workspaces
 
 
 def test_one_gpu_has_nobody_to_share_a_row_with():
