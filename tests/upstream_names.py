@@ -263,8 +263,9 @@ NAMES_OF = {
     # a model takes
     # _keep_in_fp32_modules: weights that no quantiser packs
     # _load_pretrained_model: shapes in place of weights
+    # _is_stateful: whether layers are recurrent
     "transformers.modeling_utils.PreTrainedModel": (
-        "_flash_attn_can_dispatch _keys_to_ignore_on_save _supports_flash_attn _supports_sdpa "
+        "_is_stateful _flash_attn_can_dispatch _keys_to_ignore_on_save _supports_flash_attn _supports_sdpa "
         "_supports_flex_attn _supports_attention_backend _keep_in_fp32_modules _load_pretrained_model"
     ),
     # Which one it was loaded with

@@ -315,7 +315,10 @@ def _processes(estimate: MemoryEstimate) -> Iterator[tuple[str, str]]:
     if processes is None:
         return
     machines = f" on {processes.num_machines} machines" if processes.num_machines > 1 else ""
-    words = f"{processes.num_processes}{machines}, {processes.strategy}; the numbers are for one process"
+    sharing = f", {processes.context} of which share each row" if processes.context > 1 else ""
+    words = (
+        f"{processes.num_processes}{machines}, {processes.strategy}{sharing}; the numbers are for one process"
+    )
     if 0 < processes.last_peak_bytes != estimate.process_peak_bytes:
         last = format_bytes(processes.last_peak_bytes)
         words += f", the first of them, which has the most rows; the last takes {last}"

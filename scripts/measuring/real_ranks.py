@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed._functional_collectives
 from measuring.real_script import REAL, RealScript, compare, measure
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
@@ -88,6 +89,8 @@ def measure_rank(script: str, arguments: list[str]) -> None:
         for name in filter(lambda name: hasattr(module, name), _SCATTERS):
             setattr(module, name, _scatter)
     dist._broadcast_coalesced = _broadcast_flat
+    functional: Any = torch.distributed._functional_collectives
+    functional.wait_tensor = _wait_long(functional.wait_tensor)
     print(json.dumps(vars(measure(script, arguments))))
 
 
@@ -99,6 +102,17 @@ def _let_go(collective: Callable[..., Any]) -> Callable[..., Any]:
             work.wait()
             time.sleep(SECONDS_TO_LET_GO)
         return work if is_async else None
+
+    return call
+
+
+def _wait_long(wait: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a wait for a ring's exchange, whose tensors the ring holds until then."""
+
+    def call(tensor: Tensor) -> Tensor:
+        arrived = wait(tensor)
+        time.sleep(SECONDS_TO_LET_GO)
+        return arrived
 
     return call
 

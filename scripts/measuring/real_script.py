@@ -42,6 +42,8 @@ _KERNELS_WITH_SCRATCH = (
     "aten::convolution_backward",
     "aten::native_layer_norm_backward",
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    "aten::_scaled_dot_product_efficient_attention",  # where a test stands in for a GPU's
+    "aten::_scaled_dot_product_efficient_attention_backward",
 )
 
 REAL = {

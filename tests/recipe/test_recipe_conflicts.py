@@ -34,6 +34,14 @@ BROKEN_AND_MENDED = {
         ["distributed.strategy=fsdp2", "optimizer.name=adafactor"],
         ["distributed.strategy=ddp", "optimizer.name=adafactor"],
     ),
+    "context_is_of_several_processes": (
+        ["distributed.strategy=zero3", "distributed.context=2"],
+        ["distributed.strategy=fsdp2", "distributed.context=2"],
+    ),
+    "context_needs_one_document_a_row": (
+        ["distributed.strategy=ddp", "distributed.context=2", "data.packing=true"],
+        ["distributed.strategy=ddp", "distributed.context=2"],
+    ),
     "cpu_offload_is_of_a_gpu": (
         ["distributed.strategy=fsdp2", "distributed.cpu_offload=true", "training.use_cpu=true"],
         ["distributed.strategy=fsdp2", "distributed.cpu_offload=true", "training.use_cpu=false"],

@@ -35,18 +35,23 @@ class LabelledRows:
             predicts token ``t`` from the tokens before it, so column 0 is always -100.
         position_ids_BT: int64 positions inside each document, or None for rows of one document.
         num_label_tokens: labels that are not -100, counted on the host to avoid a sync with the device.
+        labels_are_shifted: whether a token's label is instead that of the token after it: rows that are cut have the
+            label of their last token elsewhere.
     """
 
     input_ids_BT: torch.Tensor
     labels_BT: torch.Tensor
     position_ids_BT: torch.Tensor | None
     num_label_tokens: int
+    labels_are_shifted: bool = False
 
     def model_inputs(self) -> dict[str, torch.Tensor]:
-        """Return the keyword arguments of a HuggingFace causal LM's ``forward``, except the labels."""
+        """Return the keyword arguments of a HuggingFace causal LM's ``forward``, except ``labels``."""
         inputs = {"input_ids": self.input_ids_BT}
         if self.position_ids_BT is not None:
             inputs["position_ids"] = self.position_ids_BT
+        if self.labels_are_shifted:
+            inputs["shift_labels"] = self.labels_BT
         return inputs
 
     def to(self, device: torch.device) -> Self:

@@ -147,6 +147,7 @@ class Processes:
         strategy: what they share, see ``distributed.strategy``.
         num_processes: number on all machines together, one per device.
         num_machines: number of machines.
+        context: processes that share the tokens of each row.
         link: the link over which they exchange data, in words.
         link_bytes_per_second: bytes per second that each of them sends.
         ideal_sent_bytes: bytes sent in a step that gathered the weights twice and scattered their gradients once, in
@@ -159,6 +160,7 @@ class Processes:
     strategy: str
     num_processes: int
     num_machines: int = 1
+    context: int = 1
     link: str = ""
     link_bytes_per_second: float = 0.0
     ideal_sent_bytes: int = 0
@@ -169,7 +171,10 @@ class Processes:
     def plan(self) -> ParallelPlan:
         """The plan by which they share the model."""
         return ParallelPlan(
-            strategy=self.strategy, num_processes=self.num_processes, num_machines=self.num_machines
+            strategy=self.strategy,
+            num_processes=self.num_processes,
+            num_machines=self.num_machines,
+            context=self.context,
         )
 
 

@@ -360,10 +360,11 @@ def estimate_context_of(
         uses_bitsandbytes=recipe.uses_bitsandbytes,
         num_processes=recipe.distributed.plan().num_processes,
     )
+    tokens = traced.tokens_per_micro_batch * recipe.training.gradient_accumulation_steps
     return EstimateContext(
         outside_bytes=outside,
         host=host_outside(traced, recipe, on_gpu=gpu is not None),
-        tokens_per_step=traced.tokens_per_micro_batch * recipe.training.gradient_accumulation_steps,
+        tokens_per_step=tokens // recipe.distributed.context,
         micro_batches_per_step=_untraced_micro_batches(recipe),
         processes=_processes(recipe),
         allocator=allocator_config_of_runs(gpu),
@@ -379,7 +380,12 @@ def _processes(recipe: Recipe) -> Processes | None:
     plan = recipe.distributed.plan()
     if not plan.several:
         return None
-    return Processes(strategy=plan.strategy, num_processes=plan.num_processes, num_machines=plan.num_machines)
+    return Processes(
+        strategy=plan.strategy,
+        num_processes=plan.num_processes,
+        num_machines=plan.num_machines,
+        context=plan.context,
+    )
 
 
 def _untraced_micro_batches(recipe: Recipe) -> int | None:

@@ -71,7 +71,7 @@ def estimate_on_several(
     budget, kept = budget or recipe.budget, kept or KeptTraces()
     found: dict[str, MemoryEstimate] = {}
     tried: list[int] = []
-    for number in numbers:
+    for number in (number for number in numbers if number % config.context == 0):
         waiting = [gpu for gpu in gpus if gpu.name not in found]
         cut = with_settings(recipe, {"distributed.strategy": "fsdp2", "distributed.num_processes": number})
         if problems := tuple(problems_with_processes(cut, number)):

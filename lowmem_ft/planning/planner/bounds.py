@@ -242,8 +242,9 @@ def _facts(recipe: Recipe, shape: ModelShape) -> StepFacts:
 
 
 def micro_batch_tokens(recipe: Recipe, shape: ModelShape) -> int:
-    """Return the tokens of a micro-batch of the longest rows."""
-    return recipe.training.per_device_train_batch_size * (recipe.data.max_length or shape.longest_row)
+    """Return the tokens that a process has of a micro-batch of the longest rows."""
+    tokens = recipe.training.per_device_train_batch_size * (recipe.data.max_length or shape.longest_row)
+    return tokens // recipe.distributed.context
 
 
 def activation_itemsize(recipe: Recipe, shape: ModelShape) -> int:
@@ -313,7 +314,8 @@ def _flops(recipe: Recipe, shape: ModelShape) -> float:
     training = recipe.training
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps
     length = recipe.data.max_length or shape.longest_row
-    tokens, learnt = rows * length, rows * (length - 1)
+    share = 1 / recipe.distributed.context
+    tokens, learnt = share * rows * length, share * rows * (length - 1)
     if recipe.adapter.name == "none":
         passes = 6.0  # two operations per element: forward, for the input's gradient and for the weight's
     else:

@@ -1,7 +1,7 @@
 """Rules across parts: what one key requires of another.
 
-A new rule is a function in ``memory_rules.py``, ``run_rules.py`` or ``engine_rules.py``, marked with the keys that it
-reads.
+A new rule is a function in ``memory_rules.py``, ``run_rules.py``, ``engine_rules.py`` or ``context_rules.py``, marked
+with the keys that it reads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from lowmem_ft.foundation.errors import RecipeError, raise_problems
 from lowmem_ft.recipe.reading.keys import accepts_none, recipe_groups, recipe_keys
-from lowmem_ft.recipe.rules import engine_rules, memory_rules, run_rules
+from lowmem_ft.recipe.rules import context_rules, engine_rules, memory_rules, run_rules
 from lowmem_ft.recipe.rules.rule import Rule
 from lowmem_ft.recipe.tree import Recipe
 
@@ -60,7 +60,7 @@ def recipe_problems(recipe: Recipe, unreliable: Collection[str] = ()) -> list[st
 
 CONFLICTS: tuple[Rule, ...] = tuple(
     rule
-    for module in (run_rules, memory_rules, engine_rules)
+    for module in (run_rules, memory_rules, engine_rules, context_rules)
     for rule in vars(module).values()
     if isinstance(rule, Rule)
 )

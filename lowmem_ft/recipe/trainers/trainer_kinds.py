@@ -108,6 +108,7 @@ _READS_HEAD = Refused("TRL's head reads the weights of lm_head itself, but they 
 _UNSCALED = Refused(
     "a trainer may scale the loss before backward, and the head's gradient is summed before that"
 )
+_WHOLE_ROWS = Refused("a trainer gives whole rows to the model; `lowmem-ft train` spreads them")
 _IN_TURN = "one batch of all rows, `gradient_accumulation_steps=1`"
 _PREPARED = "`hf.prepare_model` before the constructor"
 
@@ -160,6 +161,7 @@ ROWS: tuple[Row, ...] = (
     Row(key="adapter.name", note="a PEFT model"),
     Row(key="adapter.kernel", by_default=True),
     Row(key="model.quantization", note="`hf.prepare_model`"),
+    Row(key="distributed.context", under=dict.fromkeys(KINDS, _WHOLE_ROWS), in_place=False),
 )
 
 DECIDED_BY_A_TRAINER = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +21,11 @@ from lowmem_ft.techniques.attention.grouped_attention import (
     model_needs_repeated_heads,
     reads_its_attentions_name,
     register_repeated_heads,
+)
+from lowmem_ft.techniques.attention.ring_attention import (
+    RING_ATTENTION,
+    register_ring_attention,
+    ring_has_kernels,
 )
 from lowmem_ft.techniques.attention.varlen_attention import VARLEN_ATTENTION, register_varlen_attention
 from lowmem_ft.techniques.device_rules import (
@@ -40,6 +47,9 @@ _CHANGES_OF_SCORES = (
 )
 """Config fields of soft caps, and of dropout by the names that architectures give it."""
 
+_ROPES_BY_LENGTH = ("dynamic", "longrope")
+"""Kinds of rotary embeddings whose angles follow the last position that they are given: in a part of a row, another."""
+
 _SUPPORT_FLAGS = {
     "flash_attention_2": "_supports_flash_attn",
     "sdpa": "_supports_sdpa",
@@ -52,7 +62,13 @@ class AttentionChoice:
     """The ``attn_implementation`` to load a model with, and one clause for the log that says why."""
 
     implementation: Literal[
-        "varlen_attn", "sdpa", "sdpa_repeated_heads", "flash_attention_2", "flex_attention", "eager"
+        "varlen_attn",
+        "sdpa",
+        "sdpa_repeated_heads",
+        "ring_attn",
+        "flash_attention_2",
+        "flex_attention",
+        "eager",
     ]
     reason: str
 
@@ -77,6 +93,7 @@ def choose_attention(
     packing: bool = False,
     compute_capability: tuple[int, int] | None = None,
     makes_batches: bool = True,
+    context: int = 1,
 ) -> AttentionChoice:
     """Choose the attention kernel of a model: the requested one if it can train here, or the leanest that can.
 
@@ -95,6 +112,7 @@ def choose_attention(
         compute_capability: the CUDA device's; None: query the device.
         makes_batches: whether our own loop feeds the model: batches of other loops may need masks, which varlen_attn
             does not have.
+        context: processes that share the tokens of each row.
 
     Returns:
         The implementation and the reason for it. If it is varlen_attn, transformers knows it from now on.
@@ -109,6 +127,15 @@ def choose_attention(
     needs_kernel = packing or _has_windows(config)
     if not makes_batches:
         supported = tuple(name for name in supported if name != VARLEN_ATTENTION)
+    if context > 1:
+        _refuse_outside_ring(config, supported)
+        if not ring_has_kernels(device):
+            raise UserError(
+                f"distributed.context={context} needs GPUs: torch's ring runs their fused attention kernels, and has "
+                f"no handler for that of {device}. Set distributed.context=1."
+            )
+        register_ring_attention()
+        return AttentionChoice(implementation=RING_ATTENTION, reason=f"distributed.context={context}")
     if requested == "auto":
         choice = _leanest(supported, config, device, packing=packing, needs_kernel=needs_kernel, facts=facts)
         if choice.implementation == VARLEN_ATTENTION:
@@ -131,6 +158,45 @@ def choose_attention(
         register_varlen_attention()
     choice = AttentionChoice(implementation=requested, reason=f"requested by {_KEY}")
     return _with_fused_kernel(choice, config, compute_dtype, facts["compute_capability"])
+
+
+def _refuse_outside_ring(config: PreTrainedConfig, supported: tuple[str, ...]) -> None:
+    """Refuse a model in which more than plain causal attention mixes the tokens of a row, or attention is not plain.
+
+    Raises:
+        ModelError: names all that its config shows.
+    """
+    layers = layer_configs(config.get_text_config())
+    found = list(dict.fromkeys(what for layer in layers for what in _outside_ring(layer)))
+    classes = classes_of(config)
+    if any(getattr(cls, "_is_stateful", False) for cls in classes):
+        found.append("recurrent layers")
+    if any("s_aux=" in inspect.getsource(inspect.getmodule(cls) or cls) for cls in classes):
+        found.append("attention sinks")
+    if not found and VARLEN_ATTENTION not in supported:
+        found.append("attention of its own" if classes else "code of its own")
+    if found:
+        raise ModelError(
+            "distributed.context spreads rows over processes for plain causal attention alone, but "
+            f"{config.model_type} has {', '.join(found)}. Set distributed.context=1."
+        )
+
+
+def _outside_ring(layer: Any) -> Iterator[str]:
+    """Yield what a layer's config asks for and a ring of causal attention does not have."""
+    if getattr(layer, "sliding_window", None) is not None:
+        yield f"sliding windows (sliding_window={layer.sliding_window})"
+    for name in _CHANGES_OF_SCORES:
+        if value := getattr(layer, name, None):
+            yield f"{'soft caps' if name == _SOFT_CAP else 'dropout of scores'} ({name}={value})"
+    if getattr(layer, "output_router_logits", False):
+        yield "a loss of its routers over whole rows (output_router_logits=true)"
+    if others := set(getattr(layer, "layer_types", None) or ()) - {"full_attention"}:
+        yield f"layers of other kinds ({', '.join(sorted(others))})"
+    ropes = getattr(layer, "rope_parameters", None) or getattr(layer, "rope_scaling", None) or {}
+    for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
+        if (kind := rope.get("rope_type", rope.get("type"))) in _ROPES_BY_LENGTH:
+            yield f"positions that depend on the length of the row (rope_type={kind})"
 
 
 def _with_fused_kernel(

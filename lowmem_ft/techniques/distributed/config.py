@@ -92,6 +92,14 @@ class DistributedConfig:
         remaining_bytes={"sums": as_it_is},
     )
 
+    context: int = knob(
+        1,
+        "Processes that share the tokens of each row, neighbours by rank: each runs the whole model on its part, and "
+        "attention's keys and values pass by in a ring (torch's context_parallel); 1: each row is one process's.",
+        frees="N: a row's activations, inputs and logits, except for 1/N",
+        costs="N: in each layer the keys and values of the row cross the link, and their gradients",
+    )
+
     def plan(self, num_processes: int | None = None, rank: int = 0) -> ParallelPlan:
         """Return the plan of the processes.
 
@@ -103,6 +111,7 @@ class DistributedConfig:
             self.strategy,
             num_processes or self.num_processes or 1,
             num_machines=self.num_machines,
+            context=self.context,
             rank=rank,
         )
 
@@ -143,7 +152,9 @@ class DistributedConfig:
             )
         if machines < 1:
             yield f"distributed.num_machines must be at least 1, got {machines}. Set it to 1."
-        elif processes is not None and processes >= 1:
+        if self.context < 1:
+            yield f"distributed.context must be at least 1, got {self.context}. Set it to 1."
+        if machines >= 1 and self.context >= 1 and processes is not None and processes >= 1:
             yield from self.plan().problems()
         if processes is not None and processes > 1 and is_of_one_process(self.strategy):
             yield (

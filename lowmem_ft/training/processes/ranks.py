@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lowmem_ft.foundation.errors import UserError, user_error
 from lowmem_ft.foundation.host.pinned_memory import HostMemory
@@ -65,6 +66,13 @@ class Ranks:
     def is_main(self) -> bool:
         """True in the main process, rank 0, which writes every file that is written once."""
         return self.process_index == 0
+
+    def context_mesh(self) -> DeviceMesh | None:
+        """Return the processes that share this one's rows, in the order of their tokens; None if it has them alone."""
+        if self.plan.context == 1:
+            return None
+        axes = (self.plan.data_width, self.plan.context)
+        return init_device_mesh(self._device.type, axes, mesh_dim_names=("data", "context"))["context"]
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over all processes, element by element."""

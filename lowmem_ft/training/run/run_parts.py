@@ -33,7 +33,11 @@ from lowmem_ft.training.runtimes.process_group import join_processes
 from lowmem_ft.training.runtimes.reading_data import read_data
 from lowmem_ft.training.runtimes.runtime import Runtime
 from lowmem_ft.training.step.budget_cap import BudgetWatch, apply_budget
-from lowmem_ft.training.step.causality_check import refuse_bidirectional_weights, refuse_leaking_documents
+from lowmem_ft.training.step.causality_check import (
+    refuse_bidirectional_weights,
+    refuse_dependent_parts,
+    refuse_leaking_documents,
+)
 from lowmem_ft.training.step.session import Session
 
 if TYPE_CHECKING:
@@ -168,6 +172,7 @@ def _within_budget(recipe: Recipe, runtime: Runtime) -> BudgetWatch:
 def _check_and_restore(session: Session, recipe: Recipe, runtime: Runtime, resume_from: Path | None) -> None:
     """Check that a loaded model looks at no later tokens, and give it the state of the checkpoint."""
     refuse_bidirectional_weights(session, recipe.model.name_or_path or "")
+    refuse_dependent_parts(session, recipe.model.name_or_path or "")
     if recipe.data.packing:
         refuse_leaking_documents(session, recipe.model.name_or_path or "")
     # Loading and wrapping may draw random numbers; dropout must not depend on how many they draw.

@@ -106,6 +106,7 @@ def plan_session(recipe: Recipe, runtime: Runtime, hf_config: PretrainedConfig |
         device=runtime.machine.device,
         compute_dtype=compute_dtype(dtype, recipe.training.mixed_precision),
         packing=recipe.data.packing,
+        context=runtime.ranks.plan.context,
     )
     logger.info("Attention: %s (%s).", attention.implementation, attention.reason)
     if compute_dtype(dtype, recipe.training.mixed_precision) == torch.float32:
@@ -197,6 +198,7 @@ def build_session(
             sums=in_pieces or recipe.training.gradient_accumulation_steps > 1,
             full_precision_weights=lambda: runtime.values.master_weights(recipe.model, plan.hf_config),
             shard=lambda parts: runtime.ranks.shard(parts, recipe.distributed),
+            context_mesh=runtime.ranks.context_mesh,
             reads_weights_flushed=True,
         )
     )

@@ -11,6 +11,7 @@ from lowmem_ft.foundation.devices import has_values
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.out_of_memory_errors import is_failed_allocation
 from lowmem_ft.models.hf_config import vocab_size
+from lowmem_ft.techniques.distributed.context_parallel import ContextParallel
 from lowmem_ft.training.step.session import Session
 from lowmem_ft.training.step.step import evaluation_loss
 
@@ -105,6 +106,43 @@ def refuse_leaking_documents(session: Session, name: str) -> None:
     )
 
 
+def refuse_dependent_parts(session: Session, name: str) -> None:
+    """Refuse to spread rows over processes if the loss of a row is then another.
+
+    Attention reaches the tokens of all processes; states of recurrent layers, convolutions, positions that a model
+    counts by itself and masks of its own do not. The check takes a forward pass of one row in each process, and one of
+    its parts in all of them.
+
+    Args:
+        session: the built model, before its first step.
+        name: the model, as the user names it.
+
+    Raises:
+        ModelError: if the two losses differ.
+    """
+    if session.techniques.find(ContextParallel) is None:
+        return
+    ranks = session.runtime.ranks
+    is_exact = next(session.unwrapped_model.parameters()).dtype == torch.float32
+    ids_T = torch.arange(4 * NUM_TOKENS * ranks.plan.context) % (
+        vocab_size(session.unwrapped_model.config) or NUM_TOKENS
+    )
+    session.model.eval()
+    try:
+        whole = evaluation_loss(session, [_batch(ids_T)], in_parts=False)[0]
+        parts = ranks.sum(evaluation_loss(session, [_batch(ids_T)])[0]) / ranks.plan.data_width
+    finally:
+        session.model.train()
+    if not has_values(whole):
+        return
+    if abs(float(parts) - float(whole)) > (EXACT_TOLERANCE if is_exact else TOLERANCE) * abs(float(whole)):
+        raise ModelError(
+            f"distributed.context={ranks.plan.context} needs a model whose tokens see one another by attention alone; "
+            f"in {name} the loss of a row is {float(whole):.6g}, and {float(parts):.6g} where its tokens are spread "
+            "over processes. Set distributed.context=1."
+        )
+
+
 Parts = list[tuple[str, torch.Tensor]]
 """Names of a model's parts with each tensor that they returned, in the order in which they finished: a part before its
 whole."""
@@ -189,6 +227,6 @@ def _batch(input_ids_T: torch.Tensor) -> Batch:
         labels_BT=labels_BT,
         position_ids_BT=None,
         sample_ids=(0,),
-        num_label_tokens=NUM_TOKENS - 2,
-        num_tokens=NUM_TOKENS,
+        num_label_tokens=len(input_ids_T) - 2,
+        num_tokens=len(input_ids_T),
     )

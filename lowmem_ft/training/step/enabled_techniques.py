@@ -27,6 +27,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -45,8 +46,10 @@ from lowmem_ft.techniques.accumulation.fused_accumulation import enable_fused_ac
 from lowmem_ft.techniques.accumulation.vertical_accumulation import enable_vertical_accumulation
 from lowmem_ft.techniques.adapters.fused_adapter import enable_fused_adapters
 from lowmem_ft.techniques.adapters.lora import enable_lora
+from lowmem_ft.techniques.attention.ring_attention import block_tokens
 from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkpointing
 from lowmem_ft.techniques.checkpointing.recomputed_activation import enable_recomputed_activations
+from lowmem_ft.techniques.distributed.context_parallel import enable_context_parallel
 from lowmem_ft.techniques.distributed.fully_sharded import FullySharded
 from lowmem_ft.techniques.kernels.fused_operators import enable_fused_operators
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss, enable_chunked_loss
@@ -80,6 +83,7 @@ class Build:
         full_precision_weights: reads the checkpoint's weights in full if the model's bfloat16 weights have lost bits.
         computes_loss: whether the loop computes the loss itself, in place of the model.
         shard: shards the model's parameters over several processes, if they share them.
+        context_mesh: returns the processes that share each row's tokens, if there are several.
         reads_weights_flushed: whether the loop calls ``techniques.flush()`` before anyone reads weights between two
             steps, so that updates of weights on the device may also be deferred to the next forward. In other loops,
             a user's callbacks would read the weights of the previous step.
@@ -97,6 +101,7 @@ class Build:
     full_precision_weights: Callable[[], MasterWeights | None] = lambda: None
     computes_loss: bool = False
     shard: Callable[[ModelParts], FullySharded | None] = lambda parts: None
+    context_mesh: Callable[[], DeviceMesh | None] = lambda: None
     reads_weights_flushed: bool = False
     optimizer: Any = None
     in_forward: Techniques = dataclasses.field(default_factory=Techniques)
@@ -240,6 +245,14 @@ def _parameter_streaming(build: Build) -> Technique:
     )
 
 
+def _context_parallel(build: Build) -> Technique | None:
+    mesh, device = build.context_mesh(), build.host_memory.device
+    if mesh is None:
+        return None
+    dtype = compute_dtype(build.model.dtype, build.recipe.training.mixed_precision)
+    return enable_context_parallel(mesh, device, block_tokens(build.model.config, dtype, device))
+
+
 def _compare_sharded_loss(build: Build) -> None:
     sharded, loss = build.find(FullySharded), build.find(ChunkedLoss)
     assert sharded is not None
@@ -353,6 +366,7 @@ FORWARD = (
         lambda build: build.find(FullySharded) is not None and build.find(ChunkedLoss) is not None,
         _compare_sharded_loss,
     ),
+    Spec(lambda build: build.recipe.distributed.context > 1, _context_parallel),
 )
 """Techniques that change the model's forward, from the inside out; for an engine's run they are the last."""
 

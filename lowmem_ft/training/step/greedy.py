@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_ft.foundation.errors import DataError
+from lowmem_ft.techniques.attention.ring_attention import RING_ATTENTION
 from lowmem_ft.techniques.attention.varlen_attention import VARLEN_ATTENTION
 from lowmem_ft.techniques.distributed.fully_sharded import FullySharded
 from lowmem_ft.techniques.loss.router_loss import router_loss_off
@@ -148,9 +149,9 @@ def _inputs_on_device(model: PreTrainedModel, device: torch.device) -> Iterator[
 
 @contextlib.contextmanager
 def _attention_that_takes_a_cache(model: PreTrainedModel) -> Iterator[None]:
-    """Let attention be sdpa in a block where it is torch's flash kernel for rows, which takes no cache of keys."""
+    """Let attention be sdpa in a block where it is one for rows, which takes no cache of keys."""
     chosen = model.config._attn_implementation
-    if chosen != VARLEN_ATTENTION:
+    if chosen not in (VARLEN_ATTENTION, RING_ATTENTION):
         yield
         return
     model.set_attn_implementation("sdpa")

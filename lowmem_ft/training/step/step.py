@@ -16,7 +16,8 @@ queued, and a step that was not finite has left everything as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +26,7 @@ from lowmem_ft.data.batches.batch import Batch, LabelledRows, merged
 from lowmem_ft.data.batches.splitting import pieces
 from lowmem_ft.techniques.attention.document_masks import masks_keep_documents_apart
 from lowmem_ft.techniques.attention.varlen_attention import border_inputs, borders_arrive
+from lowmem_ft.techniques.distributed.context_parallel import ContextParallel
 from lowmem_ft.techniques.loss.router_loss import padding_left_out, router_loss_off, weighted_router_loss
 from lowmem_ft.training.step.machine import one_type_needed
 from lowmem_ft.training.step.outcome import PendingOutcome
@@ -101,8 +103,11 @@ class WindowPass:
         share = 1 / ranks.plan.in_all(len(micro_batches))
         for index, self.working_on in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
-            with ranks.micro_batch(session.model, is_last=is_last):
-                micro_loss, micro_aux_loss = _forward(session, self.working_on, num_label_tokens, share)
+            with (
+                ranks.micro_batch(session.model, is_last=is_last),
+                _own_tokens(session, self.working_on) as rows,
+            ):
+                micro_loss, micro_aux_loss = _forward(session, rows, num_label_tokens, share)
                 with ranks.backward(session.trainable_parameters(), is_last=is_last):
                     machine.backward(micro_loss)
             loss += micro_loss.detach()
@@ -148,28 +153,52 @@ def apply_gradients(session: Session, step: PendingStep) -> StepResult:
 
 
 def evaluation_loss(
-    session: ForwardSession, batches: Iterable[LabelledRows]
+    session: ForwardSession, batches: Iterable[LabelledRows], *, in_parts: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed negative log-likelihood (fp32) and label token count of this process's batches; keep no logits.
 
     Both are 0-d tensors on the device. A loss of routers is no part of it.
+
+    Args:
+        session: the model to evaluate.
+        batches: its rows, on the host.
+        in_parts: whether tokens that are spread over processes are counted in each alone; False: rows are not spread.
     """
     device = session.runtime.machine.device
     loss_sum = torch.zeros((), dtype=torch.float32, device=device)
     num_label_tokens = torch.zeros((), dtype=torch.int64, device=device)
     with torch.no_grad(), router_loss_off(session.unwrapped_model):
         for batch in batches:
-            loss_sum += _forward(session, batch, num_items=1)[0]
-            num_label_tokens += batch.num_label_tokens
+            with _own_tokens(session, batch) if in_parts else contextlib.nullcontext(batch) as rows:
+                loss_sum += _forward(session, rows, num_items=1)[0]
+            num_label_tokens += rows.num_label_tokens
     return loss_sum, num_label_tokens
 
 
+@contextlib.contextmanager
+def _own_tokens(session: ForwardSession, rows: LabelledRows) -> Iterator[LabelledRows]:
+    """Yield this process's tokens of some rows, for forward and backward in a block: all, unless rows are spread."""
+    context = session.techniques.find(ContextParallel)
+    if context is None:
+        yield rows
+        return
+    with context.spread(rows.input_ids_BT, rows.labels_BT) as own:
+        yield LabelledRows(
+            input_ids_BT=own.input_ids_BT,
+            labels_BT=own.next_labels_BT,
+            position_ids_BT=own.position_ids_BT,
+            num_label_tokens=own.num_label_tokens,
+            labels_are_shifted=True,
+        )
+
+
 def _count_tokens(session: Session, window: Sequence[Batch]) -> tuple[int, int]:
-    """Return the label tokens and the tokens of the window, each summed over all processes."""
+    """Return the label tokens and the tokens of the window, each summed over all processes with rows of their own."""
+    ranks = session.runtime.ranks
     counts = [sum(batch.num_label_tokens for batch in window), sum(batch.num_tokens for batch in window)]
-    if session.runtime.ranks.num_processes > 1:
-        totals = session.runtime.ranks.sum(torch.tensor(counts, device=session.runtime.machine.device))
-        counts = totals.tolist()
+    if ranks.num_processes > 1:
+        totals = ranks.sum(torch.tensor(counts, device=session.runtime.machine.device))
+        counts = [total // ranks.plan.context for total in totals.tolist()]
     return max(counts[0], 1), counts[1]
 
 

@@ -7,7 +7,7 @@ Source: nccl-tests, doc/PERFORMANCE.md ("Bus Bandwidth").
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ def collective_of(func: Any, args: tuple[Any, ...]) -> Work | None:
     if func in _SUMS_NEW:
         return _work("all_reduce", args[0].nbytes, args[2], 2)
     if func is _EXCHANGE_NEW:
-        return _work("all_to_all", args[0].nbytes, args[3], 1)
+        return _exchange(args[0].nbytes, args[2], args[3])
     if func is _BROADCAST_NEW:
         return _work("broadcast", args[0].nbytes, args[2], 1)
     return None
@@ -96,6 +96,15 @@ def bytes_copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> in
 def _work(name: str, num_bytes: int, group: Any, passes: int) -> Work:
     size = _process_group(group).size()
     return Work("collective", position=0, name=name, num_bytes=passes * num_bytes * (size - 1) // size)
+
+
+def _exchange(num_bytes: int, split_sizes: Sequence[int], group: Any) -> Work:
+    """Return an exchange, which sends what is not the rank's own: in a ring, all of it to a neighbour."""
+    if not any(split_sizes):
+        return _work("all_to_all", num_bytes, group, 1)
+    own = split_sizes[_process_group(group).rank()]
+    sent = num_bytes * (sum(split_sizes) - own) // sum(split_sizes)
+    return Work("collective", position=0, name="all_to_all", num_bytes=sent)
 
 
 def _process_group(group: Any) -> torch.distributed.ProcessGroup:
