@@ -21,6 +21,8 @@ from lowmem_ft.hf.trainers.overridden_methods import overridden, problems_with_c
 from lowmem_ft.hf.trainers.prepared_model import full_precision_weights
 from lowmem_ft.hf.trainers.refusals import already_attached, problems_with_trainer
 from lowmem_ft.hf.trainers.sft_loss import leave_loss_to_model
+from lowmem_ft.hf.trainers.sharded_checkpoints import load_parts, save_in_parts
+from lowmem_ft.hf.trainers.sharded_trainer import enabled_before_sharding, shard_as_training_begins
 from lowmem_ft.hf.trainers.trainer_flags import flags_off, liger_flag_off, take_switch
 from lowmem_ft.hf.trainers.whole_checkpoints import save_whole
 from lowmem_ft.optimizers import ChunkedOptimizer
@@ -206,26 +208,34 @@ def _attach(trainer: Any, agreement: Agreement, kind: Kind, flags: Handle) -> At
             for undo in leave_loss_to_model(trainer):
                 attached.undo_first(undo)
         stock_forward = base_model(model).forward
-        enabled = enable_techniques(
-            Build(
-                model=model,
-                recipe=recipe,
-                host_memory=machine.host_memory(recipe.budget, recipe.offload.folder),
-                has_adapters=True,
-                rows_per_micro_batch=recipe.training.per_device_train_batch_size,
-                sums=recipe.training.gradient_accumulation_steps > 1,
-                full_precision_weights=functools.partial(full_precision_weights, model),
-                computes_loss=kind != "Trainer",
-            )
+        build = Build(
+            model=model,
+            recipe=recipe,
+            host_memory=machine.host_memory(recipe.budget, recipe.offload.folder),
+            has_adapters=True,
+            rows_per_micro_batch=recipe.training.per_device_train_batch_size,
+            sums=recipe.training.gradient_accumulation_steps > 1,
+            full_precision_weights=functools.partial(full_precision_weights, model),
+            computes_loss=kind != "Trainer",
         )
+        shards_later = recipe.distributed.strategy == "fsdp2"
+        if shards_later:
+            enabled = enabled_before_sharding(build)
+            attached.undo_first(build.in_forward.remove)
+        else:
+            enabled = enable_techniques(build)
+            # State that waits on the host would otherwise return to a device too small for it.
+            attached.undo_first(enabled.techniques.remove, enabled.optimizer.state.clear)
         attached.techniques = enabled.techniques
-        # State that waits on the host would otherwise return to a device too small for it.
-        attached.undo_first(enabled.techniques.remove, enabled.optimizer.state.clear)
         for undo in _changes(trainer, recipe, kind, enabled, machine, ranks, stock_forward):
             attached.undo_first(undo)
+        if shards_later:
+            for undo in shard_as_training_begins(trainer, build, enabled, attached):
+                attached.undo_first(undo)
         for owner in (trainer, base_model(model)):
             attached.undo_first(set_attribute(owner, _MARK, attached))
-        attached.undo_first(enabled.techniques.flush)
+        if not shards_later:
+            attached.undo_first(enabled.techniques.flush)
     except BaseException:
         attached.remove()
         raise
@@ -244,8 +254,7 @@ def _changes(
 ) -> Iterator[Callable[[], object]]:
     """Make all changes to the trainer and its accelerator, and yield the calls that undo them."""
     step = AttachedStep(
-        enabled.optimizer,
-        enabled.techniques,
+        enabled,
         machine,
         ranks,
         max_grad_norm=recipe.training.max_grad_norm,
@@ -254,7 +263,7 @@ def _changes(
     yield set_attribute(trainer, "optimizer", AttachedOptimizer(enabled.optimizer, step))
     yield from liger_flag_off(trainer.args)
     yield from _changes_of_accelerator(trainer, recipe, step, ranks)
-    yield from _changes_of_files(trainer, enabled)
+    yield from _changes_of_files(trainer, recipe, enabled, ranks)
     if recipe.checkpointing.mode != "none":
         yield take_switch(trainer.model, trainer.args).remove
     if recipe.loss.chunk_tokens is not None:
@@ -306,7 +315,9 @@ def _changes_of_accelerator(
     yield forget
 
 
-def _changes_of_files(trainer: Any, enabled: EnabledTechniques) -> Iterator[Callable[[], object]]:
+def _changes_of_files(
+    trainer: Any, recipe: Recipe, enabled: EnabledTechniques, ranks: Ranks
+) -> Iterator[Callable[[], object]]:
     """Let the trainer read and write weights and state at their place, with waiting updates made first."""
 
     def at_rest(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -324,6 +335,9 @@ def _changes_of_files(trainer: Any, enabled: EnabledTechniques) -> Iterator[Call
         enabled.techniques.flush()
         return method(*args, **kwargs)
 
+    if recipe.distributed.strategy == "fsdp2":
+        yield from save_in_parts(trainer, enabled, ranks)
+    yield from load_parts(trainer, enabled)
     yield from save_whole(trainer)
     for names, around in (
         (("_save_checkpoint", "save_model", "_load_optimizer_and_scheduler"), at_rest),
