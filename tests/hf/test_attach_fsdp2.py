@@ -13,7 +13,7 @@ from tiny_models import tiny_llama
 from trained_by_processes import EXACT, ROUNDED, assert_alike
 from transformers import AutoModelForCausalLM
 
-QUICK = ("plain", "everything", "split16", "sft", "lora", "dpo-lora")
+QUICK = ("plain", "everything", "split24", "sft", "lora", "dpo-lora")
 
 
 def trained(forks, folder, worlds, names):

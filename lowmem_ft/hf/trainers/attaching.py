@@ -22,6 +22,7 @@ from lowmem_ft.hf.trainers.prepared_model import full_precision_weights
 from lowmem_ft.hf.trainers.refusals import already_attached, problems_with_trainer
 from lowmem_ft.hf.trainers.sft_loss import leave_loss_to_model
 from lowmem_ft.hf.trainers.sharded_checkpoints import load_parts, save_in_parts
+from lowmem_ft.hf.trainers.sharded_refusals import problems_of_plan
 from lowmem_ft.hf.trainers.sharded_trainer import enabled_before_sharding, shard_as_training_begins
 from lowmem_ft.hf.trainers.trainer_flags import flags_off, liger_flag_off, take_switch
 from lowmem_ft.hf.trainers.whole_checkpoints import save_whole
@@ -93,8 +94,9 @@ def attach(
     Frees, costs: as each technique says. Under bf16 or fp16 the trainer's autocast runs without its cache.
     Equals: the trainer's own losses, for techniques that are exact; see ``docs/trainers.md`` for what each trainer
     allows.
-    Limits: one process, or data-parallel where a technique works in several. Weights that are streamed or quantised
-    need :func:`lowmem_ft.hf.prepare_model` before the constructor.
+    Limits: one process, or several by DDP or FSDP 2 where a technique works with them. Weights that are streamed or
+    quantised need :func:`lowmem_ft.hf.prepare_model` before the constructor. Under FSDP 2 Accelerate shards the model
+    as training begins, and ``remove()`` leaves it sharded.
 
     Args:
         trainer: a trainer that has not trained yet.
@@ -129,7 +131,8 @@ def attach(
         )
     flags = Handle()
     if recipe is None:
-        if problems := [*problems_with_model(trainer.model), *already_attached(trainer)]:
+        problems = [*problems_with_model(trainer.model), *already_attached(trainer)]
+        if problems := [*problems, *problems_of_plan(trainer)]:
             raise UserError(*problems)
         recipe = plan_for(trainer, as_budget(budget) or Budget()).recipe
         flags.undo_first(*flags_off(trainer.args))
@@ -170,7 +173,7 @@ def settled_with(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
     problems = [*already_attached(trainer), *agreement.problems]
     problems += problems_with_trainer(trainer, agreement.recipe, kind)
     if problems:
-        raise UserError(*problems)
+        raise UserError(*dict.fromkeys(problems))  # a strategy's rules are also rules across parts
     return agreement
 
 

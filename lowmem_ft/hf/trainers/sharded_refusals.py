@@ -44,6 +44,15 @@ def problems_of_fsdp(trainer: Any, recipe: Recipe, kind: Kind, asked_by_launch: 
         yield from _of_quantised(trainer.model)
 
 
+def problems_of_plan(trainer: Any) -> Iterator[str]:
+    """Yield the reason why a trainer's settings cannot be planned: its processes share the model."""
+    if trainer.is_fsdp_enabled:
+        yield (
+            "plan='auto' plans for processes that each hold the whole model, and this trainer was launched with FSDP. "
+            "Plan with `lowmem-ft plan ... distributed.strategy=fsdp2 --write my.yaml`, and attach my.yaml."
+        )
+
+
 def _of_kind(kind: Kind) -> Iterator[str]:
     if kind not in _SHARDED_KINDS:
         yield (
@@ -98,5 +107,6 @@ def _of_quantised(model: Any) -> Iterator[str]:
     if packed:
         yield (
             f"FSDP 2 shards floating-point tensors, and {some_of(packed)} are packed as integers, which would stay "
-            "whole in each process. Load the model with bnb_4bit_quant_storage of its dtype, such as torch.bfloat16."
+            "whole in each process. Load the model with bnb_4bit_quant_storage of its dtype, such as torch.bfloat16; "
+            "hf.prepare_model() packs as integers."
         )

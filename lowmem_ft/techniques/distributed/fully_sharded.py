@@ -55,12 +55,12 @@ class FullySharded(Technique):
                 then the gradients of a gathered layer are float32, too. A weight shared by embedding and head always
                 gets two.
         """
-        shared = self._modules_that_share()
+        shared = self._group_of_shared_weight()
         for module in _fsdp_modules(self.model):
             group: Any = module._get_fsdp_state()._fsdp_param_group
             if group is None:
                 continue
-            several = several_in_backward or module is self.model or module in shared
+            several = several_in_backward or module is self.model or group is shared
             if not hasattr(group, "_orig_dtype"):  # since torch 2.15
                 for sharded in group.fsdp_params:
                     sharded.sharded_grad_dtype = torch.float32
@@ -75,11 +75,16 @@ class FullySharded(Technique):
                 module.reshard()
             group._orig_dtype = torch.float32  # until someone calls unshard(), which settles types again
 
-    def _modules_that_share(self) -> tuple[object, ...]:
-        """Return embedding and head if they have one weight."""
+    def _group_of_shared_weight(self) -> Any:
+        """Return what is gathered with the embedding, if that is the head, too; a group has gradients of one type."""
         causal_lm = cast(Any, base_model(cast(nn.Module, self.model)))
         embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
-        return (embedding, head) if head is not None and head.weight is embedding.weight else ()
+        is_shared = head is not None and head.weight is embedding.weight
+        return (
+            embedding._get_fsdp_state()._fsdp_param_group
+            if is_shared and isinstance(embedding, FSDPModule)
+            else None
+        )
 
     def spare_head_in_backward(self) -> None:
         """Gather a separate head in forward only from now on, as its loss computes its gradients there, too.
