@@ -44,7 +44,6 @@ def needs_of(name: str, gpu: str) -> tuple[RecipeNeeds, dict[str, str]]:
     """Return the needs of a recipe on a GPU, and the versions behind the numbers."""
     estimate = estimate_memory(load_recipe(name), gpu, kept=KeptTraces.of_user())
     of_build = build_bytes() if gpu == CPU else 0
-    num_processes = 1 if estimate.processes is None else estimate.processes.num_processes
     needs = RecipeNeeds(
         gpu=gpu,
         memory_bytes=0 if gpu == CPU else estimate.gpu.memory_bytes,
@@ -52,7 +51,7 @@ def needs_of(name: str, gpu: str) -> tuple[RecipeNeeds, dict[str, str]]:
         host_peak_bytes=estimate.host_peak_bytes - of_build,
         host_pinned_bytes=estimate.host_pinned_bytes,
         step_seconds=None if estimate.step is None else estimate.step.seconds,
-        step_tokens=None if estimate.step is None else num_processes * estimate.step.tokens,
+        step_tokens=None if estimate.step is None else estimate.plan.in_all(estimate.step.tokens),
     )
     return needs, dict(estimate.versions)
 

@@ -19,7 +19,8 @@ from lowmem_ft.recipe.shipped.needs import CPU, needs_of_shipped_recipes
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 FILES = sorted(FOLDER.rglob("*.yaml"))
 FULL = {"8b-fsdp2", "70b-fsdp2", "1b-bf16", "3b-bf16", "7b-bf16", "8b-bf16", "8b-24gb", "8b-16gb", "8b-8gb"}
-ADAPTERS = {"70b-qlora-fsdp2", "7b-lora", "7b-qlora", "70b-qlora-24gb"}
+ADAPTERS = {"70b-qlora-fsdp2", "7b-lora", "7b-qlora", "70b-qlora-24gb", "14b-lora-2x24gb", "32b-qlora-2x24gb"}
+ADAPTERS |= {"70b-qlora-4x24gb", "qwen3-30b-a3b-qlora-2x24gb"}
 WITHOUT_BFLOAT16 = {"1b-fp16-t4", "7b-qlora-t4"}
 ON_SEVERAL_CARDS = {"8b-fsdp2", "70b-fsdp2", "70b-qlora-fsdp2"}
 NAMES = {*ON_SEVERAL_CARDS, *WITHOUT_BFLOAT16, "demo", "demo-8bit", "tiny", *FULL, *ADAPTERS}

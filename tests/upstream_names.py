@@ -24,6 +24,7 @@ NAMES_OF = {
     # _dispatch_get_all_op_names: which operators CUDA's autocast knows in this torch
     # _dispatch_has_kernel_for_dispatch_key: which operators have a kernel
     # _get_sdp_priority_order: the order in which attention kernels are tried
+    # _distributed_c10d: the module of the row below
     # _get_accelerator, _accelerator_getAccelerator: the accelerator, which a machine without a GPU does not have
     "torch._C": (
         "_get_accelerator _accelerator_getAccelerator "
@@ -32,8 +33,10 @@ NAMES_OF = {
         "_set_warn_deprecated_on_mutable_data_ptr _DisableTorchDispatch _PreserveDispatchKeyGuard "
         "_get_dispatch_mode _TorchDispatchModeKey _AutoDispatchBelowAutograd _ExcludeDispatchKeyGuard "
         "_dispatch_key_parse _dispatch_get_all_op_names _dispatch_has_kernel_for_dispatch_key "
-        "_get_sdp_priority_order _len_torch_dispatch_stack"
+        "_get_sdp_priority_order _len_torch_dispatch_stack _distributed_c10d"
     ),
+    # The work of a collective without peers
+    "torch._C._distributed_c10d": "FakeWork",
     # _top_saved_tensors_default_hooks: whether a checkpoint takes what a layer saves
     # DeviceType: the type that the guard is asked for
     "torch._C._autograd": "_top_saved_tensors_default_hooks DeviceType",
@@ -149,8 +152,11 @@ NAMES_OF = {
     # _new_process_group_helper: a process group of one needs no NCCL
     # _get_default_store: one process of many prints an error
     # _resolve_process_group: how many processes one of DTensor's collectives is for
+    # _coalescing_manager: the sums of several gradients in one collective
+    # _abort_process_group: leaves a group of which a process may be dead
     "torch.distributed.distributed_c10d": (
-        "_new_process_group_helper _get_default_store _resolve_process_group"
+        "_new_process_group_helper _get_default_store _resolve_process_group _coalescing_manager "
+        "_abort_process_group"
     ),
     # Packs and pads rows without reading their memory
     "torch._VF": "_pack_padded_sequence _pad_packed_sequence",

@@ -85,9 +85,19 @@ class ParallelPlan:
         return range(self.num_processes) if self.shares_weights else range(self.rank, self.rank + 1)
 
     @property
+    def shard_size(self) -> int:
+        """Processes that share one copy of the weights."""
+        return len(self.shard_group)
+
+    @property
+    def shard_index(self) -> int:
+        """The place of this rank in its shard group."""
+        return self.shard_group.index(self.rank)
+
+    @property
     def replicas(self) -> int:
         """Copies of the weights in all processes together."""
-        return self.num_processes // len(self.shard_group)
+        return self.num_processes // self.shard_size
 
     @property
     def context_group(self) -> range:
@@ -129,7 +139,7 @@ class ParallelPlan:
 
     def cuts_evenly(self, num_rows: int) -> bool:
         """Return whether each process of the shard group holds as many of a weight's rows."""
-        return num_rows % len(self.shard_group) == 0
+        return num_rows % self.shard_size == 0
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each axis that does not divide the processes: the rule, the values, the way out."""

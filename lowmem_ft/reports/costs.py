@@ -61,9 +61,8 @@ class OwnData:
         step = estimate.step
         if not estimate.fits or step is None or not step.tokens_per_second or row_tokens is None:
             return None
-        number = 1 if estimate.processes is None else estimate.processes.num_processes
         tokens = round(self.rows * self.epochs * row_tokens)
-        hours = tokens / (number * step.tokens_per_second) / 3600
+        hours = tokens / estimate.plan.in_all(step.tokens_per_second) / 3600
         hourly = None if gpu is None else usd_per_hour(estimate, gpu)
         return OwnRun(tokens=tokens, hours=hours, usd=None if hourly is None else hourly * hours)
 
@@ -114,8 +113,8 @@ def cost_cells(costs: Sequence[float | None]) -> list[str]:
 
 def usd_per_hour(estimate: MemoryEstimate, gpu: Gpu) -> float | None:
     """Return US dollars an hour of all its GPUs; None without a price."""
-    number = 1 if estimate.processes is None else estimate.processes.num_processes
-    return None if gpu.cheapest_price is None else number * gpu.cheapest_price.usd_per_hour
+    price = gpu.cheapest_price
+    return None if price is None else estimate.plan.in_all(price.usd_per_hour)
 
 
 def cost_order(estimate: MemoryEstimate, gpu: Gpu) -> tuple[int, float, int]:

@@ -306,7 +306,7 @@ def _speed(estimate: MemoryEstimate, step: StepTime) -> str:
     words = f" for {step.tokens:,} tokens: {step.tokens_per_second:,.0f} tokens/s"
     if estimate.processes is None:
         return words
-    return f"{words} a process, {estimate.processes.plan.in_all(step.tokens_per_second):,.0f} in all"
+    return f"{words} a process, {estimate.plan.in_all(step.tokens_per_second):,.0f} in all"
 
 
 def _processes(estimate: MemoryEstimate) -> Iterator[tuple[str, str]]:
@@ -341,7 +341,7 @@ def _host_words(estimate: MemoryEstimate) -> str:
         each, last_bytes = "for each process", estimate.processes.last_host_bytes
         if last_bytes and format_bytes(last_bytes) != format_bytes(estimate.host_peak_bytes):
             each = f"for the first process, and {format_bytes(last_bytes)} for each other"
-        words += f", {each}; {together} on a machine with {estimate.processes.per_machine}"
+        words += f", {each}; {together} on a machine with {estimate.plan.per_machine}"
     on_disk = estimate.disk_peak_bytes
     return words + (f"; {format_bytes(on_disk)} on disk, in offload.folder" if on_disk else "")
 

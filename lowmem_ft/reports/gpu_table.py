@@ -145,7 +145,7 @@ def _table(
 def _row(estimate: MemoryEstimate, gpu: Gpu) -> list[str | Text]:
     processes = estimate.processes
     hourly = usd_per_hour(estimate, gpu)
-    number = 1 if processes is None else processes.num_processes
+    number = estimate.plan.num_processes
     peak = estimate.process_peak_bytes
     return [
         estimate.gpu.name if number == 1 else f"{number}x{estimate.gpu.name}",
@@ -153,17 +153,17 @@ def _row(estimate: MemoryEstimate, gpu: Gpu) -> list[str | Text]:
         format_gib(peak if processes is None else max(peak, processes.last_peak_bytes or 0)),
         format_gib(estimate.gpu.memory_bytes),
         format_gib(estimate.host_peak_bytes),
-        speed_cell(estimate, number),
+        speed_cell(estimate),
         "-" if hourly is None else f"{hourly:.2f}",
     ]
 
 
-def speed_cell(estimate: MemoryEstimate, number: int = 1) -> str:
-    """Return tokens a second of this many GPUs; ``-`` if it does not fit, or has no tokens, as with some scripts."""
+def speed_cell(estimate: MemoryEstimate) -> str:
+    """Return tokens a second of all its GPUs; ``-`` if it does not fit, or has no tokens, as with some scripts."""
     step = estimate.step
     if step is None or not step.tokens or not estimate.fits:
         return "-"
-    return f"{number * step.tokens_per_second:,.0f}{HOST_BOUND_MARK * step.is_host_bound}"
+    return f"{estimate.plan.in_all(step.tokens_per_second):,.0f}{HOST_BOUND_MARK * step.is_host_bound}"
 
 
 def _is_marked(estimate: MemoryEstimate) -> bool:

@@ -149,15 +149,15 @@ def run_words(length: RunLength, estimate: MemoryEstimate) -> str:
 def _speed(estimate: MemoryEstimate) -> str:
     """Return tokens a second of all GPUs, and the price of a million of them."""
     step, gpu = estimate.step, load_gpus().get(estimate.gpu.name)
-    number = 1 if estimate.processes is None else estimate.processes.num_processes
-    words = f"{number * (0.0 if step is None else step.tokens_per_second):,.0f} tokens/s"
+    each = 0.0 if step is None else step.tokens_per_second
+    words = f"{estimate.plan.in_all(each):,.0f} tokens/s"
     price = None if gpu is None else gpu.cheapest_price
     cost = price_per_million_tokens(step, price)
     if price is None or cost is None:
         return words
-    each = " a GPU" if number > 1 else ""
+    of_each = " a GPU" if estimate.plan.several else ""
     return (
-        f"{words}, {format_dollars(cost)} per 1M tokens at {format_dollars(price.usd_per_hour)} an hour{each} "
+        f"{words}, {format_dollars(cost)} per 1M tokens at {format_dollars(price.usd_per_hour)} an hour{of_each} "
         f"({price.provider}, {price.date})"
     )
 
@@ -167,7 +167,7 @@ def _tokens(estimate: MemoryEstimate) -> str:
     each = 0 if estimate.step is None else estimate.step.tokens
     if estimate.processes is None:
         return f"{each:,} tokens"
-    return f"{estimate.processes.plan.in_all(each):,} tokens, {each:,} in each process"
+    return f"{estimate.plan.in_all(each):,} tokens, {each:,} in each process"
 
 
 def _shortfall(plan: MemoryPlan) -> Text:

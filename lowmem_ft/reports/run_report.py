@@ -11,6 +11,7 @@ from rich.text import Text
 from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu, Price
 from lowmem_ft.foundation.memory.comparison import Peaks, Row, compared
+from lowmem_ft.foundation.parallel_plan import ParallelPlan
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.monitoring.profiling.step_profile import Section, StepProfile
 from lowmem_ft.recipe import recipe_to_yaml
@@ -133,7 +134,8 @@ def facts(run: RunRecord) -> dict[str, str]:
     if (seconds := run.last("seconds")) is not None:
         found["time of the run"] = duration(seconds)
         if (price := _price(run)) is not None:
-            found["cost"] = format_dollars(price.usd_per_hour * run.last("num_processes") * seconds / 3600)
+            hourly = ParallelPlan(num_processes=run.last("num_processes")).in_all(price.usd_per_hour)
+            found["cost"] = format_dollars(hourly * seconds / 3600)
     return found
 
 

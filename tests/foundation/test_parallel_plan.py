@@ -23,7 +23,8 @@ def test_groups_partition_the_ranks(strategy, context):
         assert sorted(rank for ranks in groups for rank in ranks) == list(range(8))
         assert {len(ranks) for ranks in groups} == {size}
         assert all(plan.rank in getattr(plan, group) for plan in plans)
-    assert {plan.replicas * len(plan.shard_group) for plan in plans} == {8}
+    assert all(plan.shard_group[plan.shard_index] == plan.rank for plan in plans)
+    assert {plan.replicas * plan.shard_size for plan in plans} == {8}
 
 
 def test_a_context_group_is_neighbours_that_read_the_same_rows():

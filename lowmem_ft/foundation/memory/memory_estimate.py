@@ -167,15 +167,10 @@ class Processes:
 
     @property
     def plan(self) -> ParallelPlan:
-        """The same as a plan, which says what they share."""
+        """The plan by which they share the model."""
         return ParallelPlan(
             strategy=self.strategy, num_processes=self.num_processes, num_machines=self.num_machines
         )
-
-    @property
-    def per_machine(self) -> int:
-        """Number of processes on each machine."""
-        return self.plan.per_machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,6 +253,11 @@ class MemoryEstimate:
     races: tuple[Race, ...] = ()
 
     @property
+    def plan(self) -> ParallelPlan:
+        """The plan of its processes."""
+        return ParallelPlan() if self.processes is None else self.processes.plan
+
+    @property
     def headroom_bytes(self) -> int | None:
         """Bytes of the device's budget left unused; negative if it is exceeded; None without a limit."""
         limit = self.budget.device_bytes
@@ -276,7 +276,7 @@ class MemoryEstimate:
         each = self.process_peak_bytes if self.is_of_cpu else self.host_peak_bytes
         if self.processes is None:
             return each
-        return each + (self.processes.per_machine - 1) * (self.processes.last_host_bytes or each)
+        return each + (self.plan.per_machine - 1) * (self.processes.last_host_bytes or each)
 
     @property
     def is_of_cpu(self) -> bool:

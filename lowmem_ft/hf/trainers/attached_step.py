@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.training.processes.ranks import Ranks
@@ -59,6 +61,14 @@ class AttachedStep:
         """Add a micro-batch's loss, before its backward."""
         self._loss = self._loss + loss.detach().float()
 
+    def backward(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Return the context of a micro-batch's backward.
+
+        Args:
+            is_last: whether it is the last one before the norm is asked for.
+        """
+        return self._ranks.backward(self._parameters(), is_last=is_last)
+
     def clip_grad_norm(self, *_: Any, **__: Any) -> Tensor:
         """Clip in place of ``Accelerator.clip_grad_norm_``, whose arguments are not needed.
 
@@ -70,15 +80,16 @@ class AttachedStep:
             The global norm before clipping; 0-d, float32.
         """
         machine = self._machine
-        self._ranks.reduce_gradients(
-            parameter for group in self._enabled.optimizer.param_groups for parameter in group["params"]
-        )
+        self._ranks.reduce_gradients(self._parameters())
         loss = self._ranks.sum(self._loss)
         norm = self._enabled.techniques.clip_grad_norm(machine.loss_scale.unscale)
         if norm is None:
             norm = machine.clip_grad_norm(self._enabled.optimizer, self._max_norm, loss)
         self._loss, self._pending = torch.zeros_like(loss), PendingOutcome(machine, loss, norm)
         return norm
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for group in self._enabled.optimizer.param_groups for parameter in group["params"])
 
     def update_weights(self) -> None:
         """Apply the gradients, or discard them if loss or norm is not finite.

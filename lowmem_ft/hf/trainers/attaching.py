@@ -288,7 +288,8 @@ def _changes_of_accelerator(
 
     def note(backward: Callable[..., Any], loss: torch.Tensor, **kwargs: Any) -> Any:
         step.add(loss)
-        return backward(loss, **kwargs)
+        with step.backward(is_last=accelerator.sync_gradients):
+            return backward(loss, **kwargs)
 
     yield call_around(accelerator, "backward", note)
     model, own_forward = trainer.model, vars(trainer.model).get("forward")

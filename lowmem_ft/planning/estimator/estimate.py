@@ -326,7 +326,7 @@ def estimate_of_trace(
         The estimate.
     """
     context = estimate_context_of(recipe, traced, gpu, budget)
-    allowed = limits(gpu, budget, recipe.distributed.per_machine)
+    allowed = limits(gpu, budget, recipe.distributed.plan().per_machine)
     if gpu is None:
         estimate = estimate_on_cpu(traced.trace, processor_name(), allowed, context, trace_seconds)
     else:
@@ -358,7 +358,7 @@ def estimate_context_of(
     outside = process_overhead_bytes(
         gpu,
         uses_bitsandbytes=recipe.uses_bitsandbytes,
-        num_processes=recipe.distributed.num_processes or 1,
+        num_processes=recipe.distributed.plan().num_processes,
     )
     return EstimateContext(
         outside_bytes=outside,

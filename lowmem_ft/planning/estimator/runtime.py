@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,12 +31,13 @@ from lowmem_ft.techniques.distributed.config import ONE_PROCESS, DistributedConf
 from lowmem_ft.techniques.distributed.fully_sharded import FullySharded, enable_fsdp2
 from lowmem_ft.techniques.modules.model_parts import ModelParts
 from lowmem_ft.training.folder.run_files import RunFiles
+from lowmem_ft.training.processes.gradient_averaging import sum_together
 from lowmem_ft.training.processes.ranks import Ranks
 from lowmem_ft.training.runtimes.runtime import Runtime
 from lowmem_ft.training.runtimes.values import Values
 from lowmem_ft.training.step.budget_cap import THIS_HOST, Host
 from lowmem_ft.training.step.machine import Machine, Sent
-from lowmem_ft.virtual_gpu.costs.data_parallel import TracedDataParallel
+from lowmem_ft.virtual_gpu.costs.data_parallel import Sums, TracedDataParallel
 from lowmem_ft.virtual_gpu.recording.recorder import Recorder
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
@@ -148,13 +150,14 @@ class VirtualRanks(Ranks):
         distributed: DistributedConfig = ONE_PROCESS,
         process_index: int = 0,
     ) -> None:
-        super().__init__(device, distributed, distributed.num_processes or 1, process_index)
+        super().__init__(device, distributed, process_index=process_index)
         self._tracing = tracing
+        self._sums = Sums(device, tracing.mark) if self.num_processes > 1 else None
 
     def keep_rows(self, model: PreTrainedModel) -> None:
         """Keep the rows of each weight that are this process's, for :meth:`shard`."""
         for weight in model.parameters():
-            first, end = rows_of(len(weight), self.num_processes, self.process_index)
+            first, end = rows_of(len(weight), self.plan.shard_size, self.plan.shard_index)
             shape = (end - first, *weight.shape[1:])
             self._rows[weight] = torch.empty(shape, dtype=weight.dtype, device=self._device_of_rows)
             self._tracing.mark(self._rows[weight], "parameter", of=weight)
@@ -164,7 +167,7 @@ class VirtualRanks(Ranks):
         if self.plan.shards_rows:
             attribution = self._tracing.attribution
             attribution.name_modules(parts.model)  # with its adapters, while its parameters are whole
-            mesh = init_device_mesh(self._device.type, (self.num_processes,))
+            mesh = init_device_mesh(self._device.type, (self.plan.shard_size,))
             self._sharded = enable_fsdp2(parts, config, mesh, self._rows, attribution.within)
             attribution.name_modules(parts.model)
         return self._sharded
@@ -179,6 +182,11 @@ class VirtualRanks(Ranks):
         wrapped = TracedDataParallel(model, self._device, self._tracing.mark)
         self._tracing.attribution.takes_for_outermost(wrapped)
         return wrapped, optimizer
+
+    def _sum_together(self, tensors: Sequence[torch.Tensor]) -> Callable[[], object]:
+        """Begin a sum on a stream of its own, as NCCL's is."""
+        assert self._sums is not None
+        return self._sums.beside(functools.partial(sum_together, tensors))
 
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, *, is_last: bool) -> Iterator[None]:

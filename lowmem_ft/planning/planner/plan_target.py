@@ -73,8 +73,8 @@ class Target:
         gpu, _ = choose_gpu(name, recipe.budget, use_cpu=recipe.training.use_cpu)
         is_here = gpu is None or (name is None and torch.cuda.is_available())
         budget = recipe.budget
-        per_machine = recipe.distributed.per_machine
-        refuse_budget(budget, gpu, is_here, recipe.distributed.per_machine)
+        per_machine = recipe.distributed.plan().per_machine
+        refuse_budget(budget, gpu, is_here, per_machine)
         if budget.host is None and is_here:
             budget = dataclasses.replace(budget, host=f"{tightest_host_limit(None).available_bytes}B")
         verdict = limits(gpu, budget, per_machine)

@@ -158,7 +158,7 @@ def _tiers(recipe: Recipe, places: Mapping[int, Target], on_progress: OnProgress
                 continue
             candidates = candidates_of(space, target.shape, target.gpu)
             if len(places) > 1 and not candidates.may_fit(target.limits).any():
-                missing = number * candidates.least_missing(target.limits)
+                missing = tier.distributed.plan().in_all(candidates.least_missing(target.limits))
                 hopeless.append((missing, number, space, candidates))
                 continue
             best = _plan_in(space, candidates, target, recipe, on_progress)

@@ -50,9 +50,8 @@ def numbers_up_to(max_gpus: int, recipe: Recipe) -> tuple[int, ...]:
             "do not set max_gpus."
         )
     micro_batch, micro_batches = _rows(recipe)
-    divide = (
-        number for number in NUMBERS if number <= max_gpus and micro_batch * micro_batches % number == 0
-    )
+    rows, plan = micro_batch * micro_batches, recipe.distributed.plan
+    divide = (number for number in NUMBERS if number <= max_gpus and rows % plan(number).data_width == 0)
     return (1, *divide)
 
 
@@ -70,8 +69,9 @@ def _dealt_out(recipe: Recipe, number: int) -> Settings:
     if number == 1:
         return {}
     micro_batch, micro_batches = _rows(recipe)
-    fewer = math.gcd(micro_batches, number)
-    rows = (micro_batch // (number // fewer), micro_batches // fewer)
+    width = recipe.distributed.plan(number).data_width
+    fewer = math.gcd(micro_batches, width)
+    rows = (micro_batch // (width // fewer), micro_batches // fewer)
     return {**dict(zip(ROWS, rows, strict=True)), COUNT: number}
 
 

@@ -34,6 +34,7 @@ class RankWatch:
     def __init__(self, launch: Launch, say: Callable[[str], None]) -> None:
         self._launch = launch
         self._say = say
+        self._is_sharded = False
         self.strategy = "none"
         self.is_uneven = False
 
@@ -43,8 +44,9 @@ class RankWatch:
             undo.callback(register_module_forward_pre_hook(self._before_forward).remove)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.strategy in ("fsdp2", "fsdp"):
+        if self._is_sharded:
             return
+        self._is_sharded = isinstance(module, (FSDPModule, FullyShardedDataParallel))
         if isinstance(module, FSDPModule):
             self.strategy = "fsdp2"
             self.is_uneven = _is_cut_unevenly(module) or os.environ.get(LOADED_BY_FIRST) == "true"

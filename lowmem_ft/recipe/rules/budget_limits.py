@@ -55,7 +55,7 @@ def check_budget_of_plan(recipe: Recipe, gpu: str | None) -> None:
         raise_problems(_below_any_process(recipe))
     else:
         named = None if gpu in (None, "cpu") else find_gpu(gpu)
-        refuse_budget(recipe.budget, named, named is None, recipe.distributed.per_machine)
+        refuse_budget(recipe.budget, named, named is None, recipe.distributed.plan().per_machine)
 
 
 def refuse_budget_beyond_all(recipe: Recipe) -> None:

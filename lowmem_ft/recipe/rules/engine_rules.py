@@ -11,11 +11,6 @@ from lowmem_ft.recipe.rules.rule import reads
 from lowmem_ft.recipe.tree import Recipe
 
 
-def engine_of(recipe: Recipe, num_processes: int) -> Engine | None:
-    """Return the engine of a run, which one process lacks; without a strategy, each of several has a whole model."""
-    return recipe.distributed.plan(num_processes).engine
-
-
 def problems_with_processes(recipe: Recipe, num_processes: int) -> Iterator[str]:
     """Yield the problems of a recipe with the engine of several processes, and with a plan that is still to be made.
 
@@ -34,7 +29,7 @@ def problems_with_processes(recipe: Recipe, num_processes: int) -> Iterator[str]
         }
         for setting in recipe.undecided_keys:
             yield f"{setting} makes a plan for one process, got {num_processes}. {ways_out[setting]}"
-    if (engine := engine_of(recipe, num_processes)) is not None:
+    if (engine := recipe.distributed.plan(num_processes).engine) is not None:
         yield from problems_with_engine(recipe, engine)
 
 

@@ -18,7 +18,7 @@ from lowmem_ft.foundation.knob import COSTS, FIDELITIES, Effect
 from lowmem_ft.optimizers.table import OPTIMIZERS
 from lowmem_ft.recipe.plan_config import INCLUDED, Consent
 from lowmem_ft.recipe.reading.keys import RecipeKey, recipe_keys
-from lowmem_ft.recipe.rules.engine_rules import engine_of, problems_with_engine
+from lowmem_ft.recipe.rules.engine_rules import problems_with_engine
 from lowmem_ft.recipe.space.search_space import (
     ROWS,
     Rule,
@@ -130,7 +130,7 @@ def remediations_for(
         The changes.
     """
     half: Half = "bf16" if has_bfloat16 and recipe.training.mixed_precision != "fp16" else "fp16"
-    engine = engine_of(recipe, num_processes)
+    engine = recipe.distributed.plan(num_processes).engine
     rules = [*recipe_rules(), rule_of_one_micro_batch(recipe), *_advice(half)]
     if engine is not None:
         rules.append(Rule(keys=(), problems=lambda changed: list(problems_with_engine(changed, engine))))

@@ -21,7 +21,7 @@ MOST_PROCESSES = 9999
 
 
 def _share_of_rank(held: Held, strategy: str | None, step: StepFacts) -> Held:
-    return held.scaled(1 / len(step.plan.shard_group))
+    return held.scaled(1 / step.plan.shard_size)
 
 
 def _gathered(held: Held, reshards: bool | None, step: StepFacts) -> Held:
@@ -110,11 +110,6 @@ class DistributedConfig:
     def named_engine(self) -> Engine | None:
         """The engine that ``strategy`` names; None if it is left open, or of one process."""
         return plan_of(self.strategy).engine
-
-    @property
-    def per_machine(self) -> int:
-        """Processes on each machine; 1 if nothing says how many there are."""
-        return self.plan().per_machine
 
     @property
     def reshards(self) -> bool:

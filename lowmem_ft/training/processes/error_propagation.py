@@ -3,6 +3,11 @@
 Before it exits, a failing process writes the reason into the rendezvous store. The others find its connections closed
 in their next collective (gloo reports that at once), or hang in one that never ends (NCCL): a thread in each process
 polls the store every second, and ends the process if it does not end by itself.
+
+A process that ends because of an error leaves its group without the others, some of which may be dead. Destroying a
+group of NCCL's would wait for them: its ``shutdown`` finalizes communicators, which is an agreement of all ranks.
+Aborting it is not. Torch has its abort for this (``_abort_process_group``, which does nothing to gloo's), and whatever
+still hangs then is ended with the process.
 """
 
 from __future__ import annotations
@@ -32,6 +37,9 @@ finds another gone may write a little later."""
 
 _runs = itertools.count()  # counts the same in every process
 
+_exit_codes: list[int] = []
+"""The code with which this process exits, once a run of several processes has failed in it; until the next one."""
+
 GONE = (
     "Another process has disappeared without a message: it was killed (SIGKILL, or by the kernel for lack of host "
     "memory; the launcher shows the signal), or its machine or the network went down. Resume from the last complete "
@@ -53,6 +61,7 @@ def ending_together() -> Iterator[None]:
     Raises:
         OtherProcessError: if this process could not continue because another one has failed or disappeared.
     """
+    _exit_codes.clear()
     key = f"lowmem_ft failed {next(_runs)}"
     watch = _Watch(key)
     if (whole_number("WORLD_SIZE") or 1) > 1:
@@ -65,12 +74,32 @@ def ending_together() -> Iterator[None]:
         store = meeting_store()
         if store is None:
             raise
+        _exit_codes.append(getattr(error, "exit_code", OtherProcessError.exit_code))
         if not _comes_of_exchange(error):
             _tell(store, key, _words_of(error))
             raise
         raise OtherProcessError(_reason(store, key)) from error
     finally:
         watch.stop()
+
+
+def leave_processes() -> None:
+    """Destroy the process group if there is one; after a failed run abort it, and wait at most a grace for its end."""
+    if not torch.distributed.is_initialized():
+        return
+    if not _exit_codes:
+        torch.distributed.destroy_process_group()
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    end = threading.Timer(GRACE_SECONDS, os._exit, _exit_codes)
+    end.daemon = True
+    end.start()
+    if "nccl" in torch.distributed.get_backend_config():
+        torch.distributed.distributed_c10d._abort_process_group()
+    else:
+        torch.distributed.destroy_process_group()
+    end.cancel()
 
 
 def _comes_of_exchange(error: BaseException | None) -> bool:

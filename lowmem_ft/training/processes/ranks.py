@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,10 +19,10 @@ from lowmem_ft.techniques.distributed.config import ONE_PROCESS, DistributedConf
 from lowmem_ft.techniques.distributed.fully_sharded import FullySharded
 from lowmem_ft.techniques.modules.model_parts import ModelParts
 from lowmem_ft.training.processes.gradient_averaging import (
-    average_gradients,
+    GradientSums,
     copy_from_main_process,
     ddp_takes,
-    sum_gradients,
+    sum_together,
 )
 from lowmem_ft.training.processes.rendezvous import RankInfo, refusals
 
@@ -33,7 +33,7 @@ class Ranks:
     Args:
         device: the device of this process.
         distributed: how the processes share the model.
-        num_processes: all processes that train one model.
+        num_processes: all processes that train one model; None: as ``distributed`` says.
         process_index: the rank of this one.
     """
 
@@ -41,7 +41,7 @@ class Ranks:
         self,
         device: torch.device,
         distributed: DistributedConfig = ONE_PROCESS,
-        num_processes: int = 1,
+        num_processes: int | None = None,
         process_index: int = 0,
     ) -> None:
         self.plan = distributed.plan(num_processes, process_index)
@@ -49,7 +49,7 @@ class Ranks:
         self._device_of_rows = torch.device("cpu") if distributed.cpu_offload else device
         self._rows: dict[nn.Parameter, torch.Tensor] = {}
         self._sharded: FullySharded | None = None
-        self._reduce_after_backward: Callable[[Iterable[nn.Parameter]], object] = lambda parameters: None
+        self._gradient_sums: GradientSums | None = None
 
     @property
     def num_processes(self) -> int:
@@ -118,7 +118,7 @@ class Ranks:
         return model, optimizer
 
     def goes_without_ddp(self, model: nn.Module, *, takes_mean: bool) -> bool:
-        """Check whether DDP refuses this model's gradients; if so, reduce them after backward from now on.
+        """Check whether DDP refuses this model's gradients; if so, sum them here from now on.
 
         Args:
             model: the model, a copy in each process.
@@ -127,13 +127,29 @@ class Ranks:
         """
         if self.num_processes == 1 or ddp_takes(model):
             return False
-        self._reduce_after_backward = average_gradients if takes_mean else sum_gradients
+        self._gradient_sums = GradientSums(takes_mean=takes_mean, sum_together=self._sum_together)
         copy_from_main_process(model)
         return True
 
+    def _sum_together(self, tensors: Sequence[torch.Tensor]) -> Callable[[], object]:
+        """Begin a sum over all processes; see :func:`lowmem_ft.training.processes.gradient_averaging.sum_together`."""
+        return sum_together(tensors)
+
+    def backward(self, parameters: Iterable[nn.Parameter], *, is_last: bool) -> AbstractContextManager[None]:
+        """Return the context of a backward pass, of which the last in a window sends gradients that DDP does not take.
+
+        Args:
+            parameters: the trained ones.
+            is_last: whether :meth:`reduce_gradients` follows.
+        """
+        if self._gradient_sums is None or not is_last:
+            return contextlib.nullcontext()
+        return self._gradient_sums.during_backward(parameters)
+
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum finished gradients over all processes, unless the prepared model has done so in backward."""
-        self._reduce_after_backward(parameters)
+        """Let work wait for the gradients' sums over all processes, unless the prepared model has made them."""
+        if self._gradient_sums is not None:
+            self._gradient_sums.finish(parameters)
 
     def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
         """Return the context of one micro-batch; gradients need to be reduced only in the last one of a window."""

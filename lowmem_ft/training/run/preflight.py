@@ -179,16 +179,15 @@ def summary(estimate: MemoryEstimate) -> str:
 def _of_each(estimate: MemoryEstimate) -> str:
     if estimate.processes is None:
         return ""
-    together, count = estimate.machine_host_bytes, estimate.processes.per_machine
+    together, count = estimate.machine_host_bytes, estimate.plan.per_machine
     return f" in each process ({format_bytes(together)} of host memory in the {count} of a machine)"
 
 
 def _missing(recipe: Recipe, estimate: MemoryEstimate) -> list[str]:
     """Describe each exceeded limit, and by how many bytes it is exceeded."""
     budget = recipe.budget
-    per_machine = 1 if estimate.processes is None else estimate.processes.per_machine
     device = None if budget.device is None else f"budget.device={budget.device}"
-    host = None if budget.host is None else budget.host_in_words(per_machine)
+    host = None if budget.host is None else budget.host_in_words(estimate.plan.per_machine)
     needs = [
         (estimate.process_peak_bytes, estimate.budget.device_bytes, "device", device),
         (estimate.host_peak_bytes, estimate.budget.host_bytes, "host", host),

@@ -1,4 +1,12 @@
-"""The ranks and files of a run on a real device, in one process or several, implemented with Accelerate."""
+"""The ranks and files of a run on a real device, in one process or several, implemented with Accelerate.
+
+NCCL sends from GPUs alone, and a group of plain ``nccl`` raises at a collective on a tensor of the host. By reading the
+package, torch 2.13 and Accelerate, none of these is left: what shards on the host need of others is moved to the device
+first (``whole_tensor`` and ``sum_over_shards`` in ``foundation/tensors/local_shards.py``), FSDP2 gathers and reduces on
+the device what it keeps on the host, counts and flags are made on the device, objects are sent from it, and the
+optimizers work on local parts. What a callback, PEFT or a later torch does to such a shard is not known, so that
+groups of runs with parts on the host can send from there, too.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +22,7 @@ import rich
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import ProjectConfiguration, gather_object, patch_environment
+from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, gather_object, patch_environment
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedTokenizerBase
@@ -26,13 +34,14 @@ from lowmem_ft.models.files.shard_files import ShardWriter
 from lowmem_ft.models.gathering import refuse_unsaveable
 from lowmem_ft.models.sharded_weights import weights_in_shards
 from lowmem_ft.recipe import Recipe, TrainingConfig
-from lowmem_ft.recipe.reading.keys import recipe_keys
+from lowmem_ft.recipe.reading.keys import key_with, recipe_keys
 from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.techniques.distributed.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.distributed.fully_sharded import FullySharded, enable_fsdp2
 from lowmem_ft.techniques.modules.model_parts import ModelParts
 from lowmem_ft.training.folder.run_files import RunFiles
 from lowmem_ft.training.folder.sharded_files import save_gathered, save_shards
+from lowmem_ft.training.processes.error_propagation import leave_processes
 from lowmem_ft.training.processes.gradient_averaging import sum_bucket
 from lowmem_ft.training.processes.launch import processes_here
 from lowmem_ft.training.processes.ranks import Ranks
@@ -40,6 +49,21 @@ from lowmem_ft.training.runtimes.runtime import Runtime
 from lowmem_ft.training.runtimes.values import Values
 from lowmem_ft.training.step.machine import Machine
 from lowmem_ft.training.step.session import Session
+
+GPUS_AND_HOST = "cuda:nccl,cpu:gloo"
+"""Torch's name for a group that sends tensors of GPUs by NCCL, and those of the host by gloo."""
+
+
+def backend_of(recipe: Recipe) -> str | None:
+    """Return the backend of a run's process group on NVIDIA's GPUs; None: Accelerate's own, which is NCCL alone.
+
+    Accelerate makes the same choice for FSDP with parameters on the host, of which it knows nothing here. As then, such
+    a group waits for 30 minutes instead of 10 before it gives up a collective.
+    """
+    if recipe.training.use_cpu:
+        return None
+    is_on_host = recipe.distributed.cpu_offload or key_with(recipe, "state on host")
+    return GPUS_AND_HOST if is_on_host else None
 
 
 class AccelerateRanks(Ranks):
@@ -64,8 +88,7 @@ class AccelerateRanks(Ranks):
             with super().reading_weights(config, host) as device:
                 yield device
         elif self.plan.shards_rows and config.weights != "random":  # random values are drawn in place
-            place = self.num_processes, self.process_index, self._device_of_rows
-            with weights_in_shards(*place) as self._rows:
+            with weights_in_shards(self.plan, self._device_of_rows) as self._rows:
                 yield torch.device("cpu")
         else:
             yield torch.device("cpu")
@@ -77,7 +100,7 @@ class AccelerateRanks(Ranks):
             is_saved = all(parameter.requires_grad for parameter in parts.model.parameters())
             if is_saved:
                 refuse_unsaveable(parts.model)
-            mesh = init_device_mesh(self._device.type, (self.num_processes,))
+            mesh = init_device_mesh(self._device.type, (self.plan.shard_size,))
             self._sharded = enable_fsdp2(parts, config, mesh, self._rows)
         return self._sharded
 
@@ -179,7 +202,11 @@ class AccelerateFiles(RunFiles):
 
 
 def launched_runtime(
-    config: TrainingConfig, output_dir: Path, distributed: DistributedConfig = ONE_PROCESS
+    config: TrainingConfig,
+    output_dir: Path,
+    distributed: DistributedConfig = ONE_PROCESS,
+    *,
+    backend: str | None = None,
 ) -> Runtime:
     """Join the other processes of the launcher, if any, and take a device.
 
@@ -190,13 +217,15 @@ def launched_runtime(
         config: for trackers, device and precision.
         output_dir: the folder in which trackers write.
         distributed: as launched, see :func:`lowmem_ft.training.processes.launch.as_launched`.
+        backend: the process group's on GPUs, in torch's words; None: Accelerate's choice.
 
     Raises:
         MissingPackageError: if a tracker of ``training.report_to`` is not installed.
         UserError: if Accelerate interprets the launch differently than the recipe says.
     """
     with patch_environment(ACCELERATE_USE_FSDP="false"):
-        accelerator = make_accelerator(config, output_dir, cpu=config.use_cpu)
+        handlers = [] if backend is None else [InitProcessGroupKwargs(backend=backend)]
+        accelerator = make_accelerator(config, output_dir, cpu=config.use_cpu, kwargs_handlers=handlers)
     refuse_another_launch(accelerator, distributed, ("NO", "MULTI_GPU", "MULTI_CPU"))
     num_processes = accelerator.num_processes
     if num_processes > 1:
@@ -259,14 +288,13 @@ def leave_processes_at_exit() -> None:
 
 
 def _leave_processes() -> None:
-    """Destroy the process group once nothing uses it: at the exit of the process, after every DDP model is freed.
+    """Leave the process group once nothing uses it: at the exit of the process, after every DDP model is freed.
 
     If a DDP model's reducer is the last to hold a gloo group, its destructor waits for gloo's threads without
     releasing the GIL, which they need to drop the tensors of the last collective: a deadlock, seen in one exit of five.
     """
     gc.collect()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    leave_processes()
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -10,7 +10,7 @@ from lowmem_ft.training.folder.run_folder import RunFolder
 from lowmem_ft.training.processes.launch import as_launched, read_launch
 from lowmem_ft.training.processes.launched_gpus import own_gpu, run_near_own_gpu
 from lowmem_ft.training.processes.rendezvous import explained_joining, rendezvous
-from lowmem_ft.training.runtimes.accelerate_runtime import launched_runtime
+from lowmem_ft.training.runtimes.accelerate_runtime import backend_of, launched_runtime
 from lowmem_ft.training.runtimes.deepspeed_runtime import deepspeed_runtime
 from lowmem_ft.training.runtimes.runtime import Runtime
 
@@ -42,5 +42,7 @@ def join_processes(recipe: Recipe, folder: RunFolder) -> tuple[Runtime, Recipe]:
         launch.num_processes > 1 or whole_number("LOCAL_RANK") is not None
     )  # which Accelerate takes for a launch
     with explained_joining() if joins else contextlib.nullcontext():
-        of_launch = deepspeed_runtime if launched.distributed.plan().has_engine else launched_runtime
-        return of_launch(launched.training, folder.path, launched.distributed), launched
+        of_recipe = launched.training, folder.path, launched.distributed
+        if launched.distributed.plan().has_engine:
+            return deepspeed_runtime(*of_recipe), launched
+        return launched_runtime(*of_recipe, backend=backend_of(launched)), launched

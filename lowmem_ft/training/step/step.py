@@ -100,9 +100,11 @@ class WindowPass:
         micro_batches = self.micro_batches()
         share = 1 / ranks.plan.in_all(len(micro_batches))
         for index, self.working_on in enumerate(micro_batches):
-            with ranks.micro_batch(session.model, is_last=index == len(micro_batches) - 1):
+            is_last = index == len(micro_batches) - 1
+            with ranks.micro_batch(session.model, is_last=is_last):
                 micro_loss, micro_aux_loss = _forward(session, self.working_on, num_label_tokens, share)
-                machine.backward(micro_loss)
+                with ranks.backward(session.trainable_parameters(), is_last=is_last):
+                    machine.backward(micro_loss)
             loss += micro_loss.detach()
             if micro_aux_loss is not None:
                 aux_loss = micro_aux_loss * share + (0 if aux_loss is None else aux_loss)

@@ -21,7 +21,8 @@ COLLECTIVE_LIBRARIES = frozenset({"c10d", "fsdp", "_c10d_functional"})
 
 _c10d, _fsdp, _functional = torch.ops.c10d, torch.ops.fsdp, torch.ops._c10d_functional
 _GATHER, _SCATTER = _c10d._allgather_base_.default, _c10d._reduce_scatter_base_.default
-_SUM, _BROADCAST = _c10d.allreduce_.default, _c10d.broadcast_.default
+_SUMS = frozenset({_c10d.allreduce_.default, _c10d.allreduce_coalesced_.default})
+_BROADCAST = _c10d.broadcast_.default
 _COPY_IN, _COPY_OUT = _fsdp.all_gather_copy_in.default, _fsdp.split_with_sizes_copy.default
 _CHUNK_CAT = _fsdp.chunk_cat.default
 _GATHER_NEW, _SCATTER_NEW = (
@@ -61,7 +62,7 @@ def collective_of(func: Any, args: tuple[Any, ...]) -> Work | None:
         return _work("all_gather", args[0].nbytes, args[2], 1)
     if func is _SCATTER:
         return _work("reduce_scatter", args[1].nbytes, args[2], 1)
-    if func is _SUM:
+    if func in _SUMS:
         return _work("all_reduce", sum(tensor.nbytes for tensor in args[0]), args[1], 2)
     if func is _BROADCAST:
         return _work("broadcast", sum(tensor.nbytes for tensor in args[0]), args[1], 1)

@@ -97,7 +97,7 @@ def virtual_data_parallel(
         _wrap_for_trace(init, ddp, *args, sends_weights=num_ranks > 1, **kwargs)
         sum_up = sum_of_one
         if num_ranks > 1:
-            sums = _Sums(next(ddp.parameters()).device, mark, ddp.process_group)
+            sums = Sums(next(ddp.parameters()).device, mark, ddp.process_group)
             sum_up = sums.of_bucket_in_backward
         DistributedDataParallel.register_comm_hook(ddp, None, sum_up)
         adapted.add(ddp)
@@ -116,7 +116,7 @@ def virtual_data_parallel(
     wrap(undo, DistributedDataParallel, "__init__", init)
 
 
-class _Sums:
+class Sums:
     """Sums of buckets over the ranks of a group, on a stream of their own, as NCCL's are.
 
     The fake group's work has no result, which torch's own hook reads.
@@ -141,13 +141,18 @@ class _Sums:
         """Sum a bucket, for which further work does not wait."""
         buffer = bucket.buffer()
         self._mark(buffer, "communication")
+        self.beside(lambda: torch.distributed.all_reduce(buffer, group=self._group))
+        return _done(buffer)
+
+    def beside(self, begin: Callable[[], object]) -> Callable[[], None]:
+        """Begin a sum for which further work does not wait, and return the call after which it does."""
         if self._streams is None:
-            torch.distributed.all_reduce(buffer, group=self._group)
+            begin()
         else:
             self._side.wait_stream(self._streams.current_stream())
             with self._streams.stream(self._side):
-                torch.distributed.all_reduce(buffer, group=self._group)
-        return _done(buffer)
+                begin()
+        return self.wait
 
     def of_bucket_in_backward(
         self, state: object, bucket: torch.distributed.GradBucket
@@ -185,7 +190,7 @@ class TracedDataParallel(DistributedDataParallel):
         self, model: nn.Module, device: torch.device, mark: Callable[[torch.Tensor, Category], None]
     ) -> None:
         _wrap_for_trace(DistributedDataParallel.__init__, self, model)
-        sums = _Sums(device, mark)
+        sums = Sums(device, mark)
         self.finish = sums.wait
         """Lets further work wait for the sums, as the end of backward does."""
         self.register_comm_hook(None, sums.of_bucket)

@@ -38,8 +38,11 @@ def is_free(func: Any) -> bool:
     if func.is_view or func._schema.name.removeprefix("aten::") in _FREE.split():
         return True
     returns_tensor = any("Tensor" in str(returned.type) for returned in func._schema.returns)
-    return not returns_tensor and not func._schema.is_mutable
+    return not returns_tensor and not func._schema.is_mutable and func._schema.name != _SUMS_UNSAID
 
+
+_SUMS_UNSAID = "c10d::allreduce_coalesced_"
+"""A collective that writes its arguments, which its schema does not say."""
 
 _FREE = (
     "_unsafe_view empty empty_like empty_permuted empty_strided lift_fresh new_empty new_empty_strided record_stream "

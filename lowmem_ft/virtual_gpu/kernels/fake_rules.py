@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _distributed_c10d
 
 from lowmem_ft.virtual_gpu.kernels import cudnn_operators
 
@@ -18,7 +19,11 @@ _IN_PLACE = ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adagrad_", "_fused_
 _ONE_KERNEL = ("silu_backward",)
 """Kernels of CUDA that torch replaces by several, with memory between them, on a device without that kernel."""
 
+_COALESCED_SUM = "allreduce_coalesced_"
+"""The sums of several tensors in one collective, alone of those that are used here without a rule."""
+
 _library = torch.library.Library("aten", "IMPL")
+_collectives = torch.library.Library("c10d", "IMPL")
 
 
 _GRU_WORKSPACE, _GRU_GATES = 5, 3
@@ -39,12 +44,19 @@ def register_fake_rules() -> None:
     _library.impl("_cudnn_rnn", cudnn_operators.recurrent_layers, "Meta")
     for name in _ONE_KERNEL:
         _library.impl(name, _like_first, "PrivateUse1")
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{_COALESCED_SUM}", "Meta"):
+        _collectives.impl(_COALESCED_SUM, _done, "Meta")
     _library.impl("softmax.int", functools.partial(_softmax, aten._softmax), "AutogradPrivateUse1")
     _library.impl("log_softmax.int", functools.partial(_softmax, aten._log_softmax), "AutogradPrivateUse1")
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
+
+
+def _done(*args: Any, **kwargs: Any) -> Any:
+    """Return the work of a collective without peers, which has ended."""
+    return _distributed_c10d.FakeWork().boxed()
 
 
 def _like_first(tensor: Tensor, *args: Any) -> Tensor:

@@ -371,7 +371,7 @@ def _processes(trace: Trace, gpu: Gpu, processes: Processes) -> Processes:
         alive = (timeline.allocations[index] for index in timeline.alive_at(len(timeline.events) - 1))
         weights = sum(one.size_bytes for one in alive if one.category == "parameter")
         trained = trace.model.trainable_parameters / max(trace.model.parameters, 1)
-        ideal = round((len(plan.shard_group) - 1) * weights * (2 + trained))
+        ideal = round((plan.shard_size - 1) * weights * (2 + trained))
     return dataclasses.replace(
         processes, link=link.name, link_bytes_per_second=link.bytes_per_second, ideal_sent_bytes=ideal
     )

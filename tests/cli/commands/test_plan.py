@@ -41,7 +41,7 @@ def at_once(monkeypatch):
     def estimate_memory(recipe, gpu, *, budget, kept=None) -> MemoryEstimate:
         rows, is_again = recipe.training.per_device_train_batch_size, recipe.checkpointing.mode != "none"
         peak = round((1 + rows * (1 if is_again else 2)) * GIB)
-        allowed = limits(gpu, budget, recipe.distributed.per_machine)
+        allowed = limits(gpu, budget, recipe.distributed.plan().per_machine)
         return MemoryEstimate(
             model=ModelSize(name="tiny", parameters=10_000, trainable_parameters=10_000),
             gpu=DeviceLimit(name=gpu.name, memory_bytes=gpu.memory_bytes),

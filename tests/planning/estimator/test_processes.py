@@ -20,6 +20,7 @@ from lowmem_ft.planning.estimator.traces.tracing import is_cut_unevenly, trace_l
 from lowmem_ft.planning.planner import plan
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.gpu_count import on_gpus
+from lowmem_ft.training.processes import gradient_averaging
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.replay.timing.links import link_between
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
@@ -190,6 +191,26 @@ def test_ddp_holds_its_buckets_and_sums_every_gradient_once_a_step(weights):
     assert sum(on_the_side) == 2 * num_bytes * 3 // 4, (
         "both micro-batches of the window are summed in the second"
     )
+
+
+def test_sums_that_ddp_does_not_take_are_sent_in_buckets_beside_backward_and_take_no_memory(
+    weights, monkeypatch
+):
+    settings = (*SETTINGS[:-1], *COMPACT)
+    monkeypatch.setattr(gradient_averaging, "BUCKET_BYTES", 40_000)
+    alone = traced(cut("tiny", *settings, cards=1), VirtualGPU("rtx-4090"))
+    trace = traced(cut("tiny", *settings, "distributed.strategy=ddp", cards=4), VirtualGPU("rtx-4090"))
+    assert max(trace.timeline.live_bytes()) == max(alone.timeline.live_bytes())
+    num_bytes = 4 * sum(shape.numel() for shape in weights)
+    first, last = [0, *trace.step_ends][-2:]
+    step = trace.work[first:last]
+    sums = [index for index, entry in enumerate(step) if entry.stream and entry.kind == "collective"]
+    assert sum(step[index].num_bytes for index in sums) == 2 * num_bytes * 3 // 4
+    assert len(sums) <= num_bytes / 40_000 + 1
+    between = [entry for entry in step[sums[0] : sums[-1]] if entry.kind == "kernel" and not entry.stream]
+    assert between, "backward goes on while the first bucket is sent"
+    # Beside the sums: of the tokens, of the loss, and of which gradients there are.
+    assert sum(entry.kind == "collective" for entry in step) == len(sums) + 3
 
 
 def test_the_first_process_has_the_most_rows_and_the_last_is_told_where_it_has_fewer():

@@ -62,7 +62,7 @@ def at_once(monkeypatch):
             recipe.model.require_packages()
             device, host = round(device_gib(recipe) * GIB), round(host_gib(recipe) * GIB)
             place = None if gpu == CPU else gpu
-            allowed = limits(place, budget, recipe.distributed.per_machine)
+            allowed = limits(place, budget, recipe.distributed.plan().per_machine)
             limit, host_limit = allowed.device_bytes, allowed.host_bytes
             plain = plain_estimate()
             return dataclasses.replace(

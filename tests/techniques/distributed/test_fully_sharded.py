@@ -5,10 +5,28 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lowmem_ft.techniques.distributed.config import DistributedConfig
+from lowmem_ft.techniques.distributed.fully_sharded import enable_fsdp2
+from lowmem_ft.virtual_gpu.costs.one_process import one_of_several
+
+SMALL = LlamaConfig(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    vocab_size=64,
+    tie_word_embeddings=True,
+)
 
 TECHNIQUES = {
     "none": {},
@@ -135,6 +153,7 @@ def test_each_process_holds_its_share_of_weights_and_state(measured):
 BESIDE_ADAPTERS = """
 import gc, os, sys, weakref, torch, torch.distributed as dist
 from pathlib import Path
+from typing import Any
 from torch.distributed.device_mesh import init_device_mesh
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.techniques.adapters.config import AdapterConfig
@@ -176,3 +195,36 @@ def test_modules_trained_whole_beside_adapters_are_shared_and_saved_but_single_r
     assert "base_model.model.lm_head.weight" in shared
     assert shared.keys() == whole.keys()
     assert all(torch.equal(shared[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_the_sums_of_processes_are_plain_sums_in_float32_with_nccl_too(backend, monkeypatch):
+    """With a divisor torch would take NCCL's mean, or a product before the sum, where gloo has neither."""
+    ops, reduced = [], []
+
+    def noted(reduce, *args, **kwargs):
+        ops.append(kwargs["op"])
+        return reduce(*args, **kwargs)
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.c10d._reduce_scatter_base_.default:
+                reduced.append((args[1].dtype, args[0].dtype))
+            elif func.overloadpacket in (torch.ops.aten.div_, torch.ops.aten.mul_) and reduced:
+                reduced.append((args[0].dtype, args[1]))  # a sum that is scaled
+            return func(*args, **(kwargs or {}))
+
+    # The later name first; the other calls it, where there are both.
+    name = next(name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name))
+    monkeypatch.setattr(dist, name, functools.partial(noted, getattr(dist, name)))
+    monkeypatch.setattr(dist, "get_backend", lambda *_: backend)
+    model: Any = LlamaForCausalLM(SMALL)
+    model.to(torch.bfloat16)
+    with one_of_several(2, 0):
+        enable_fsdp2(model, DistributedConfig(), init_device_mesh("cpu", (2,)))
+        ids = torch.randint(64, (1, 8))
+        loss = model(input_ids=ids, labels=ids).loss
+        with Seen():
+            loss.backward()
+    assert ops == [dist.ReduceOp.SUM] * 3  # of two layers, and of the rest
+    assert reduced == [(torch.float32, torch.float32)] * 3

@@ -14,6 +14,7 @@ from lowmem_ft.training.folder.checkpoint_folders import read_manifest
 
 MEET_WITH = """
 import os, signal, sys, time
+import torch
 from lowmem_ft.cli.commands.train import main
 from lowmem_ft.data.batches.stream import DataStream
 from lowmem_ft.models.files.shard_files import ShardWriter
@@ -22,7 +23,8 @@ from lowmem_ft.training.processes import error_propagation
 
 what, where = sys.argv.pop(1).split()
 error_propagation.LOOK_EVERY_SECONDS = 0.2
-error_propagation.GRACE_SECONDS = 0.2 if what == "stuck" else 600  # a busy machine takes its time to end by itself
+# A busy machine takes its time to end by itself.
+error_propagation.GRACE_SECONDS = 0.2 if what in ("stuck", "blocked") else 600
 rank, counts = int(os.environ["RANK"]), {}
 
 def fail():
@@ -47,6 +49,8 @@ def at(time, owner, name, victim=1):
 
     setattr(owner, name, counted)
 
+if what == "blocked":
+    torch.distributed.destroy_process_group = signal.pause  # as NCCL's may wait for a process that is dead
 if where == "step":
     at(5, DataStream, "next_window")
 elif where == "evaluation":
@@ -137,6 +141,13 @@ def test_an_error_that_is_no_users_is_said_by_the_others(forks, tmp_path):
 def test_a_process_that_does_not_notice_is_ended(forks, tmp_path):
     left, failed = meet_with(forks, "stuck", "step", tmp_path / "run")
     assert [left.returncode, failed.returncode] == [1, 1]
+    assert "error: Process 1 has failed" in left.stderr
+
+
+def test_processes_that_cannot_leave_their_group_end_all_the_same(forks, tmp_path):
+    left, failed = meet_with(forks, "blocked", "step", tmp_path / "run")
+    assert [left.returncode, failed.returncode] == [1, 1]
+    assert "RuntimeError: something of rank 1 broke" in failed.stderr
     assert "error: Process 1 has failed" in left.stderr
 
 
