@@ -21,12 +21,10 @@ from lowmem_ft.hf.trainers.overridden_methods import overridden, problems_with_c
 from lowmem_ft.hf.trainers.prepared_model import full_precision_weights
 from lowmem_ft.hf.trainers.refusals import already_attached, problems_with_trainer
 from lowmem_ft.hf.trainers.sft_loss import leave_loss_to_model
-from lowmem_ft.hf.trainers.sharded_checkpoints import load_parts, save_in_parts
 from lowmem_ft.hf.trainers.sharded_refusals import problems_of_plan
 from lowmem_ft.hf.trainers.sharded_trainer import enabled_before_sharding, shard_as_training_begins
+from lowmem_ft.hf.trainers.trainer_files import change_files
 from lowmem_ft.hf.trainers.trainer_flags import flags_off, liger_flag_off, take_switch
-from lowmem_ft.hf.trainers.whole_checkpoints import save_whole
-from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.planning.script_recipes.script_plan import plan_for
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.named_recipe import RecipeLike, as_budget, as_recipe
@@ -266,7 +264,7 @@ def _changes(
     yield set_attribute(trainer, "optimizer", AttachedOptimizer(enabled.optimizer, step))
     yield from liger_flag_off(trainer.args)
     yield from _changes_of_accelerator(trainer, recipe, step, ranks)
-    yield from _changes_of_files(trainer, recipe, enabled, ranks)
+    yield from change_files(trainer, enabled, ranks, in_parts=recipe.distributed.plan().shards_rows)
     if recipe.checkpointing.mode != "none":
         yield take_switch(trainer.model, trainer.args).remove
     if recipe.loss.chunk_tokens is not None:
@@ -317,39 +315,6 @@ def _changes_of_accelerator(
 
     yield call_around(accelerator, "prepare_model", prepare_in_place)
     yield forget
-
-
-def _changes_of_files(
-    trainer: Any, recipe: Recipe, enabled: EnabledTechniques, ranks: Ranks
-) -> Iterator[Callable[[], object]]:
-    """Let the trainer read and write weights and state at their place, with waiting updates made first."""
-
-    def at_rest(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with enabled.techniques.at_rest():
-            return method(*args, **kwargs)
-
-    def load_at_rest(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with enabled.techniques.at_rest():
-            result = method(*args, **kwargs)
-            if isinstance(enabled.optimizer, ChunkedOptimizer):
-                enabled.optimizer.adopt_weights()
-            return result
-
-    def flushed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        enabled.techniques.flush()
-        return method(*args, **kwargs)
-
-    if recipe.distributed.plan().shards_rows:
-        yield from save_in_parts(trainer, enabled, ranks)
-    yield from load_parts(trainer, enabled)
-    yield from save_whole(trainer)
-    for names, around in (
-        (("_save_checkpoint", "save_model", "_load_optimizer_and_scheduler"), at_rest),
-        (("_load_from_checkpoint", "_load_best_model"), load_at_rest),
-        (("evaluate", "predict", "evaluation_loop"), flushed),
-    ):
-        for name in names:
-            yield call_around(trainer, name, around)
 
 
 def _changes_of_loss(
