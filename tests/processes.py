@@ -118,12 +118,17 @@ class Forks:
         """Run Python code in two processes that find each other as under a launcher, which ends neither of them."""
         return self.run_several(2, source, *arguments)
 
-    def run_several(self, num_processes: int, source: str, *arguments: str) -> list[CompletedProcess[str]]:
-        """The same in so many."""
+    def run_several(
+        self, num_processes: int, source: str, *arguments: str, variables: Mapping[str, str] | None = None
+    ) -> list[CompletedProcess[str]]:
+        """The same in so many, with further variables."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        places = [launch_variables(rank, num_processes, port) for rank in range(num_processes)]
+        places = [
+            {**(variables or {}), **launch_variables(rank, num_processes, port)}
+            for rank in range(num_processes)
+        ]
         return self._run(source, arguments, places, Path.cwd())
 
     def close(self) -> None:

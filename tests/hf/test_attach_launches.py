@@ -12,27 +12,33 @@ from transformers import AutoModelForCausalLM
 
 from lowmem_ft import hf
 
+LEFT_OUT = "FSDP was asked for, but Accelerate shards on GPUs alone"
 LAUNCHES = {
-    "FSDP": {"is_fsdp_enabled": True},
-    "DeepSpeed": {"is_deepspeed_enabled": True},
+    "is_fsdp_enabled": LEFT_OUT,
+    "is_deepspeed_enabled": "got DeepSpeed. Leave it out",
 }
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_sharded_launches(name, tmp_path):
+@pytest.mark.parametrize("flag", LAUNCHES)
+def test_sharded_launches(flag, tmp_path):
     trainer, _ = trainer_of(tmp_path)
-    vars(trainer).update(LAUNCHES[name])
-    assert f"got {name}" in sentence_of(trainer)
+    setattr(trainer, flag, True)
+    assert LAUNCHES[flag] in sentence_of(trainer)
 
 
 @pytest.mark.parametrize(
-    "variable, name", [("FSDP", "FSDP"), ("DEEPSPEED", "DeepSpeed"), ("MEGATRON_LM", "Megatron-LM")]
+    "variable, words",
+    [
+        ("FSDP", LEFT_OUT),
+        ("DEEPSPEED", "got DeepSpeed. Leave it out"),
+        ("MEGATRON_LM", "got Megatron-LM. Leave it out"),
+    ],
 )
-def test_what_a_launcher_asked_for_and_accelerate_leaves_out(variable, name, tmp_path, monkeypatch):
+def test_what_a_launcher_asked_for_and_accelerate_leaves_out(variable, words, tmp_path, monkeypatch):
     """On a CPU it trains by DDP, or alone, without a word."""
     trainer, _ = trainer_of(tmp_path)
     monkeypatch.setenv(f"ACCELERATE_USE_{variable}", "true")
-    assert f"got {name}. Leave it out" in sentence_of(trainer)
+    assert words in sentence_of(trainer)
     monkeypatch.setenv(f"ACCELERATE_USE_{variable}", "false")
     hf.attach(trainer, recipe_of()).remove()
 
@@ -65,7 +71,10 @@ except UserError as error:
 
 @pytest.mark.parametrize(
     "how, words",
-    [("FSDP", "got FSDP"), ("tensor parallelism", "sharded as they are loaded (tp_plan, device_mesh")],
+    [
+        ("FSDP", f"{LEFT_OUT}, and here leaves a whole model in each process (MULTI_CPU)"),
+        ("tensor parallelism", "sharded as they are loaded (tp_plan, device_mesh"),
+    ],
 )
 def test_two_processes_that_share_the_weights(how, words, forks, tmp_path):
     tiny_llama().save_pretrained(tmp_path)

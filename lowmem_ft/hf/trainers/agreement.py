@@ -38,6 +38,7 @@ from lowmem_ft.recipe.trainers.trainer_kinds import Kind, problems_of_kind, refu
 from lowmem_ft.techniques.adapters.peft_layers import adapted_layers
 from lowmem_ft.techniques.adapters.target_modules import ALL_LINEAR
 from lowmem_ft.techniques.attention.grouped_attention import documented_name
+from lowmem_ft.techniques.distributed.config import DistributedConfig
 from lowmem_ft.techniques.modules.model_parts import base_model
 
 
@@ -139,6 +140,7 @@ def agree(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
         for setting in recipe.undecided_keys
     ]
     _take_settings(agreement, trainer)
+    _take_sharding(agreement, trainer.accelerator)
     _take_model(agreement, trainer.model)
     problems = [
         *asked_by_flag(agreement, trainer.args),
@@ -196,6 +198,28 @@ def _take_settings(agreement: Agreement, trainer: Any) -> None:
         for path, key in recipe_keys().items()
         if path.startswith(_NOT_ATTACHED) and path not in carried and key.value_in(recipe) != key.default
     ]
+
+
+def _take_sharding(agreement: Agreement, accelerator: Any) -> None:
+    """Take how the trainer's processes will share its model, if they do."""
+    if not getattr(accelerator, "is_fsdp2", False):
+        return
+    own = agreement.recipe.distributed
+    if own.strategy is not None and not own.plan().shards_rows:
+        agreement.problems.append(
+            f"distributed.strategy={own.strategy} is not how the trainer was launched, with FSDP 2. Leave it out: the "
+            "launch decides."
+        )
+    agreement.recipe = dataclasses.replace(
+        agreement.recipe,
+        distributed=DistributedConfig(
+            strategy="fsdp2",
+            num_processes=accelerator.num_processes if accelerator.num_processes > 1 else None,
+            reshard_after_forward=accelerator.state.fsdp_plugin.reshard_after_forward,
+            sync_each_batch=own.sync_each_batch,
+        ),
+    )
+    agreement.unread = [one for one in agreement.unread if not one.startswith("distributed.")]
 
 
 def _compare_arguments(agreement: Agreement, row: SharedSetting, fields: Fields, args: Any) -> None:

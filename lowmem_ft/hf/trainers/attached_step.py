@@ -17,8 +17,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.processes.ranks import Ranks
+from lowmem_ft.training.step.enabled_techniques import EnabledTechniques
 from lowmem_ft.training.step.machine import Machine
 from lowmem_ft.training.step.outcome import Outcome, PendingOutcome
 
@@ -29,8 +29,7 @@ class AttachedStep:
     """The loss and norm of a window of micro-batches, and the update that follows.
 
     Args:
-        optimizer: steps on the gradients, if no technique does.
-        techniques: the techniques that are on.
+        enabled: the techniques that are on, and the optimizer, which steps on the gradients if none of them does.
         machine: the trainer's device, and its fp16 loss scale.
         ranks: the trainer's processes.
         max_grad_norm: the global norm to clip to; None: the norm is only measured.
@@ -42,8 +41,7 @@ class AttachedStep:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        techniques: Techniques,
+        enabled: EnabledTechniques,
         machine: Machine,
         ranks: Ranks,
         *,
@@ -51,8 +49,7 @@ class AttachedStep:
         max_skipped_steps: int,
     ) -> None:
         self.applied = True
-        self._optimizer = optimizer
-        self._techniques = techniques
+        self._enabled = enabled
         self._machine, self._ranks = machine, ranks
         self._max_norm = math.inf if max_grad_norm is None else max_grad_norm
         self._max_skipped_steps = max_skipped_steps
@@ -85,14 +82,14 @@ class AttachedStep:
         machine = self._machine
         self._ranks.reduce_gradients(self._parameters())
         loss = self._ranks.sum(self._loss)
-        norm = self._techniques.clip_grad_norm(machine.loss_scale.unscale)
+        norm = self._enabled.techniques.clip_grad_norm(machine.loss_scale.unscale)
         if norm is None:
-            norm = machine.clip_grad_norm(self._optimizer, self._max_norm, loss)
+            norm = machine.clip_grad_norm(self._enabled.optimizer, self._max_norm, loss)
         self._loss, self._pending = torch.zeros_like(loss), PendingOutcome(machine, loss, norm)
         return norm
 
     def _parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for group in self._optimizer.param_groups for parameter in group["params"])
+        return (parameter for group in self._enabled.optimizer.param_groups for parameter in group["params"])
 
     def update_weights(self) -> None:
         """Apply the gradients, or discard them if loss or norm is not finite.
@@ -105,10 +102,10 @@ class AttachedStep:
             self.clip_grad_norm()
         pending, self._pending = self._pending, None
         assert pending is not None
-        if self._techniques.update_weights(pending.is_finite):
+        if self._enabled.techniques.update_weights(pending.is_finite):
             machine.loss_scale.update()
         else:
-            machine.update_weights(self._optimizer, pending.is_finite)
+            machine.update_weights(self._enabled.optimizer, pending.is_finite)
         self.applied = pending.is_finite()
         self._count(pending.outcome)
 
@@ -117,7 +114,7 @@ class AttachedStep:
         if outcome.applied:
             self._skipped_in_a_row = 0
             return
-        if self._techniques.updates_at_once:
+        if self._enabled.techniques.updates_at_once:
             raise UserError(
                 f"A step was not finite (loss {loss:.4g}, gradient norm {norm:.4g}), and without clipping "
                 "optimizer.in_backward had already updated part of the weights: resume from the last checkpoint. Set "

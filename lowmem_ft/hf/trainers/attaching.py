@@ -21,9 +21,10 @@ from lowmem_ft.hf.trainers.overridden_methods import overridden, problems_with_c
 from lowmem_ft.hf.trainers.prepared_model import full_precision_weights
 from lowmem_ft.hf.trainers.refusals import already_attached, problems_with_trainer
 from lowmem_ft.hf.trainers.sft_loss import leave_loss_to_model
+from lowmem_ft.hf.trainers.sharded_refusals import problems_of_plan
+from lowmem_ft.hf.trainers.sharded_trainer import enabled_before_sharding, shard_as_training_begins
+from lowmem_ft.hf.trainers.trainer_files import change_files
 from lowmem_ft.hf.trainers.trainer_flags import flags_off, liger_flag_off, take_switch
-from lowmem_ft.hf.trainers.whole_checkpoints import save_whole
-from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.planning.script_recipes.script_plan import plan_for
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.named_recipe import RecipeLike, as_budget, as_recipe
@@ -91,8 +92,9 @@ def attach(
     Frees, costs: as each technique says. Under bf16 or fp16 the trainer's autocast runs without its cache.
     Equals: the trainer's own losses, for techniques that are exact; see ``docs/trainers.md`` for what each trainer
     allows.
-    Limits: one process, or data-parallel where a technique works in several. Weights that are streamed or quantised
-    need :func:`lowmem_ft.hf.prepare_model` before the constructor.
+    Limits: one process, or several by DDP or FSDP 2 where a technique works with them. Weights that are streamed or
+    quantised need :func:`lowmem_ft.hf.prepare_model` before the constructor. Under FSDP 2 Accelerate shards the model
+    as training begins, and ``remove()`` leaves it sharded.
 
     Args:
         trainer: a trainer that has not trained yet.
@@ -127,7 +129,8 @@ def attach(
         )
     flags = Handle()
     if recipe is None:
-        if problems := [*problems_with_model(trainer.model), *already_attached(trainer)]:
+        problems = [*problems_with_model(trainer.model), *already_attached(trainer)]
+        if problems := [*problems, *problems_of_plan(trainer)]:
             raise UserError(*problems)
         recipe = plan_for(trainer, as_budget(budget) or Budget()).recipe
         flags.undo_first(*flags_off(trainer.args))
@@ -168,7 +171,7 @@ def settled_with(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
     problems = [*already_attached(trainer), *agreement.problems]
     problems += problems_with_trainer(trainer, agreement.recipe, kind)
     if problems:
-        raise UserError(*problems)
+        raise UserError(*dict.fromkeys(problems))  # a strategy's rules are also rules across parts
     return agreement
 
 
@@ -206,26 +209,34 @@ def _attach(trainer: Any, agreement: Agreement, kind: Kind, flags: Handle) -> At
             for undo in leave_loss_to_model(trainer):
                 attached.undo_first(undo)
         stock_forward = base_model(model).forward
-        enabled = enable_techniques(
-            Build(
-                model=model,
-                recipe=recipe,
-                host_memory=machine.host_memory(recipe.budget, recipe.offload.folder),
-                has_adapters=True,
-                rows_per_micro_batch=recipe.training.per_device_train_batch_size,
-                sums=recipe.training.gradient_accumulation_steps > 1,
-                full_precision_weights=functools.partial(full_precision_weights, model),
-                computes_loss=kind != "Trainer",
-            )
+        build = Build(
+            model=model,
+            recipe=recipe,
+            host_memory=machine.host_memory(recipe.budget, recipe.offload.folder),
+            has_adapters=True,
+            rows_per_micro_batch=recipe.training.per_device_train_batch_size,
+            sums=recipe.training.gradient_accumulation_steps > 1,
+            full_precision_weights=functools.partial(full_precision_weights, model),
+            computes_loss=kind != "Trainer",
         )
+        shards_later = recipe.distributed.plan().shards_rows
+        if shards_later:
+            enabled = enabled_before_sharding(build)
+            attached.undo_first(build.in_forward.remove)
+        else:
+            enabled = enable_techniques(build)
+            # State that waits on the host would otherwise return to a device too small for it.
+            attached.undo_first(enabled.techniques.remove, enabled.optimizer.state.clear)
         attached.techniques = enabled.techniques
-        # State that waits on the host would otherwise return to a device too small for it.
-        attached.undo_first(enabled.techniques.remove, enabled.optimizer.state.clear)
         for undo in _changes(trainer, recipe, kind, enabled, machine, ranks, stock_forward):
             attached.undo_first(undo)
+        if shards_later:
+            for undo in shard_as_training_begins(trainer, build, enabled, attached):
+                attached.undo_first(undo)
         for owner in (trainer, base_model(model)):
             attached.undo_first(set_attribute(owner, _MARK, attached))
-        attached.undo_first(enabled.techniques.flush)
+        if not shards_later:
+            attached.undo_first(enabled.techniques.flush)
     except BaseException:
         attached.remove()
         raise
@@ -244,8 +255,7 @@ def _changes(
 ) -> Iterator[Callable[[], object]]:
     """Make all changes to the trainer and its accelerator, and yield the calls that undo them."""
     step = AttachedStep(
-        enabled.optimizer,
-        enabled.techniques,
+        enabled,
         machine,
         ranks,
         max_grad_norm=recipe.training.max_grad_norm,
@@ -254,7 +264,7 @@ def _changes(
     yield set_attribute(trainer, "optimizer", AttachedOptimizer(enabled.optimizer, step))
     yield from liger_flag_off(trainer.args)
     yield from _changes_of_accelerator(trainer, recipe, step, ranks)
-    yield from _changes_of_files(trainer, enabled)
+    yield from change_files(trainer, enabled, ranks, in_parts=recipe.distributed.plan().shards_rows)
     if recipe.checkpointing.mode != "none":
         yield take_switch(trainer.model, trainer.args).remove
     if recipe.loss.chunk_tokens is not None:
@@ -305,34 +315,6 @@ def _changes_of_accelerator(
 
     yield call_around(accelerator, "prepare_model", prepare_in_place)
     yield forget
-
-
-def _changes_of_files(trainer: Any, enabled: EnabledTechniques) -> Iterator[Callable[[], object]]:
-    """Let the trainer read and write weights and state at their place, with waiting updates made first."""
-
-    def at_rest(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with enabled.techniques.at_rest():
-            return method(*args, **kwargs)
-
-    def load_at_rest(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with enabled.techniques.at_rest():
-            result = method(*args, **kwargs)
-            if isinstance(enabled.optimizer, ChunkedOptimizer):
-                enabled.optimizer.adopt_weights()
-            return result
-
-    def flushed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        enabled.techniques.flush()
-        return method(*args, **kwargs)
-
-    yield from save_whole(trainer)
-    for names, around in (
-        (("_save_checkpoint", "save_model", "_load_optimizer_and_scheduler"), at_rest),
-        (("_load_from_checkpoint", "_load_best_model"), load_at_rest),
-        (("evaluate", "predict", "evaluation_loop"), flushed),
-    ):
-        for name in names:
-            yield call_around(trainer, name, around)
 
 
 def _changes_of_loss(

@@ -14,6 +14,7 @@ from lowmem_ft.foundation.devices import of_tensors
 from lowmem_ft.foundation.tensors.finiteness import some_of
 from lowmem_ft.foundation.tensors.local_shards import is_sharded
 from lowmem_ft.hf.trainers.overridden_methods import problems_with_overrides
+from lowmem_ft.hf.trainers.sharded_refusals import problems_of_fsdp
 from lowmem_ft.optimizers import parameter_groups
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import key_with
@@ -32,7 +33,7 @@ def problems_with_trainer(trainer: Any, recipe: Recipe, kind: Kind) -> Iterator[
         kind: the kind of the trainer.
     """
     yield from problems_of_whole_runs(recipe)
-    yield from _launch(trainer, recipe)
+    yield from _launch(trainer, recipe, kind)
     yield from _model(trainer, recipe)
     yield from _optimizer(trainer, recipe)
     yield from _changed_model(trainer.args, recipe)
@@ -46,13 +47,14 @@ def problems_with_trainer(trainer: Any, recipe: Recipe, kind: Kind) -> Iterator[
     yield from _offloading(trainer.args, recipe, kind)
 
 
-def _launch(trainer: Any, recipe: Recipe) -> Iterator[str]:
+def _launch(trainer: Any, recipe: Recipe, kind: Kind) -> Iterator[str]:
     accelerator, args = trainer.accelerator, trainer.args
     for name in _sharding(trainer):
         yield (
-            f"hf.attach() works in one process or data-parallel (DDP), got {name}. Leave it out, and launch with "
-            "`accelerate launch --num_processes N` or torchrun."
+            f"hf.attach() works in one process, data-parallel (DDP) or with FSDP 2, got {name}. Leave it out, and "
+            "launch with `accelerate launch --num_processes N` or torchrun."
         )
+    yield from problems_of_fsdp(trainer, recipe, kind, _asks_for("FSDP"))
     if args.n_gpu > 1:
         yield (
             f"hf.attach() works with one GPU a process, and this one sees {args.n_gpu}: Trainer would copy the model "
@@ -73,27 +75,28 @@ def _launch(trainer: Any, recipe: Recipe) -> Iterator[str]:
 
 
 _ASKED_BY_LAUNCHER = {
-    "ACCELERATE_USE_FSDP": "FSDP",
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
+    "DEEPSPEED": "DeepSpeed",
+    "MEGATRON_LM": "Megatron-LM",
+    "PARALLELISM_CONFIG": "a parallelism config",
 }
 """Variables that ``accelerate launch`` sets. On a CPU, Accelerate silently trains with DDP all the same."""
 
 
+def _asks_for(engine: str) -> bool:
+    return parse_flag_from_env(f"ACCELERATE_USE_{engine}")
+
+
 def _sharding(trainer: Any) -> Iterator[str]:
-    """Yield the names under which weights or a batch are spread over processes in another way than by DDP."""
+    """Yield the names under which weights or a batch are spread over processes in another way than by DDP or FSDP."""
     accelerator, args, model = trainer.accelerator, trainer.args, trainer.model
-    asked = [name for variable, name in _ASKED_BY_LAUNCHER.items() if parse_flag_from_env(variable)]
-    if "FSDP" in asked or trainer.is_fsdp_enabled or args.fsdp:
-        yield "FSDP"
-    if "DeepSpeed" in asked or trainer.is_deepspeed_enabled:
+    asked = [name for engine, name in _ASKED_BY_LAUNCHER.items() if _asks_for(engine)]
+    if trainer.is_deepspeed_enabled and "DeepSpeed" not in asked:
         yield "DeepSpeed"
-    yield from (name for name in asked if name not in ("FSDP", "DeepSpeed"))
+    yield from asked
     if args.parallelism_config is not None:
         yield "TrainingArguments.parallelism_config"
     sharded = getattr(model, "is_distributed_loading_by_transformers", False)
-    if sharded or any(map(is_sharded, model.parameters())):
+    if sharded or (any(map(is_sharded, model.parameters())) and not _is_prepared(model)):
         yield "a model whose weights are sharded as they are loaded (tp_plan, device_mesh or distributed_config)"
     kind = accelerator.distributed_type.value
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"):
@@ -116,7 +119,7 @@ def _model(trainer: Any, recipe: Recipe) -> Iterator[str]:
         )
     elif on_host is None:
         away = {parameter.device.type for parameter in model.parameters()} - {of_tensors(device).type}
-        if away:
+        if away and not recipe.distributed.plan().shards_rows:  # which moves each process's part there
             yield (
                 f"hf.attach() needs the model on {device}, where it is trained; parts of it are on "
                 f"{' and '.join(sorted(away))}. Leave device_map and place_model_on_device out."

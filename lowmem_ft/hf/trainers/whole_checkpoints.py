@@ -26,6 +26,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.foundation.system.atomic_write import incomplete_name, whole_folder
+from lowmem_ft.foundation.tensors.local_shards import is_sharded
+from lowmem_ft.models.files.shard_files import OPTIMIZER, shard_files
 from lowmem_ft.techniques.modules.patching import call_around
 from lowmem_ft.training.folder.own_files import replace_saved
 
@@ -102,7 +104,7 @@ def _load_whole(trainer: Any, load: Callable[..., None], checkpoint: str, *args:
             f"A trainer writes {TRAINER_STATE_NAME} last into a checkpoint, but {folder} does not have it: the "
             f"save was interrupted. Delete the folder, and {way_out}."
         )
-    if folder.is_dir() and not (folder / OPTIMIZER_NAME).is_file():
+    if folder.is_dir() and not ((folder / OPTIMIZER_NAME).is_file() or shard_files(folder, OPTIMIZER)):
         logger.warning(
             "%s has weights but no optimizer state, as with save_only_model: the optimizer starts from scratch.",
             folder,
@@ -124,7 +126,8 @@ def _load_renamed(model: Any, folder: Path) -> bool:
     such files as if they had the model's names, and leaves the weights as they were, with a warning (5.23).
     """
     names = _names_in(folder)
-    if not isinstance(model, PreTrainedModel) or names <= model.state_dict().keys():
+    is_cut = any(map(is_sharded, model.parameters()))
+    if is_cut or not isinstance(model, PreTrainedModel) or names <= model.state_dict().keys():
         return False
     types = {parameter.dtype for parameter in model.parameters()}
     (dtype,) = types if len(types) == 1 else (torch.float32,)

@@ -86,8 +86,8 @@ _LOOP_ONLY = {
     "training.overwrite_output_dir": "Delete the folder, or set training.output_dir to another one.",
     "training.early_stopping_": "Leave it out, and add transformers' EarlyStoppingCallback to the trainer.",
     "budget.retry": "Leave it out: a step of a Trainer that runs out of memory ends the run.",
-    "distributed.": "Leave it out: the script's launcher sets the number of processes. DDP works in a Trainer, FSDP "
-    "and DeepSpeed in `lowmem-ft train`.",
+    "distributed.": "Leave it out: the script's launcher sets the number of processes. DDP and FSDP 2 work in a "
+    "Trainer, DeepSpeed in `lowmem-ft train`.",
 }
 """Keys, or groups of them, that no trainer can act on, and what a script does instead."""
 

@@ -45,6 +45,19 @@ def add_layers(model: PreTrainedModel, lora_config: Any) -> Any:
     return peft_model
 
 
+def tensors_of_adapters(peft_model: Any) -> dict[str, Tensor]:
+    """Return the tensors that PEFT saves of a model, by their names in it, as they are: sharded ones stay sharded."""
+    from peft import get_peft_model_state_dict
+
+    present = dict(peft_model.named_parameters(remove_duplicate=False)) | dict(peft_model.named_buffers())
+    saved = {
+        id(tensor)
+        for adapter in peft_model.peft_config
+        for tensor in get_peft_model_state_dict(peft_model, present, adapter_name=adapter).values()
+    }
+    return {name: tensor for name, tensor in present.items() if id(tensor) in saved}
+
+
 @contextlib.contextmanager
 def without_pefts_warnings() -> Iterator[None]:
     """Suppress, while PEFT inserts its layers, the warnings that no user can act on."""

@@ -38,12 +38,14 @@ class FullySharded(Technique):
     Args:
         model: the outermost ``FSDPModule``.
         sync_each_batch: whether the gradients of each micro-batch are reduce-scattered.
+        has_own_head: whether a head with a weight of its own is gathered alone.
     """
 
-    def __init__(self, model: FSDPModule, *, sync_each_batch: bool) -> None:
+    def __init__(self, model: FSDPModule, *, sync_each_batch: bool, has_own_head: bool = True) -> None:
         super().__init__(functools.partial(_reshard, model))
         self.model = model
         self._sync_each_batch = sync_each_batch
+        self._has_own_head = has_own_head
 
     def sum_in_float32(self, *, several_in_backward: bool) -> None:
         """Leave each gradient in float32 from now on, as it was summed; else it gets the type of its weight.
@@ -53,11 +55,12 @@ class FullySharded(Technique):
                 then the gradients of a gathered layer are float32, too. A weight shared by embedding and head always
                 gets two.
         """
+        shared = self._group_of_shared_weight()
         for module in _fsdp_modules(self.model):
             group: Any = module._get_fsdp_state()._fsdp_param_group
             if group is None:
                 continue
-            several = several_in_backward or module is self.model
+            several = several_in_backward or module is self.model or group is shared
             if not hasattr(group, "_orig_dtype"):  # since torch 2.15
                 for sharded in group.fsdp_params:
                     sharded.sharded_grad_dtype = torch.float32
@@ -72,6 +75,17 @@ class FullySharded(Technique):
                 module.reshard()
             group._orig_dtype = torch.float32  # until someone calls unshard(), which settles types again
 
+    def _group_of_shared_weight(self) -> Any:
+        """Return what is gathered with the embedding, if that is the head, too; a group has gradients of one type."""
+        causal_lm = cast(Any, base_model(cast(nn.Module, self.model)))
+        embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+        is_shared = head is not None and head.weight is embedding.weight
+        return (
+            embedding._get_fsdp_state()._fsdp_param_group
+            if is_shared and isinstance(embedding, FSDPModule)
+            else None
+        )
+
     def spare_head_in_backward(self) -> None:
         """Gather a separate head in forward only from now on, as its loss computes its gradients there, too.
 
@@ -79,7 +93,7 @@ class FullySharded(Technique):
         written.
         """
         head = cast(Any, base_model(cast(nn.Module, self.model))).get_output_embeddings()
-        if isinstance(head, FSDPModule):
+        if self._has_own_head and isinstance(head, FSDPModule):
             head.set_unshard_in_backward(False)
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
@@ -164,14 +178,35 @@ def enable_fsdp2(
         # Sums: a mean over three processes would take a factor of 3, which rounds every product in 16 bits again.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+    if isinstance(parts.embedding, FSDPModule):
+        parts.embedding.set_unshard_in_backward(False)  # its gradient needs tokens, and no weight
+    _make_ready(outermost)
+    return FullySharded(outermost, sync_each_batch=config.sync_each_batch)
+
+
+def take_fsdp2(model: nn.Module) -> FullySharded:
+    """Return the technique for a model that other code has sharded with ``fully_shard``, in units of its own.
+
+    Gradients are reduced as that code has set it: by default they are means over the processes.
+
+    Args:
+        model: the outermost ``FSDPModule``.
+
+    Raises:
+        UserError: as for :func:`enable_fsdp2`.
+    """
+    assert isinstance(model, FSDPModule)
+    _make_ready(model)
+    return FullySharded(model, sync_each_batch=True, has_own_head=False)
+
+
+def _make_ready(outermost: Any) -> None:
+    for module in _fsdp_modules(outermost):
         if hasattr(module, "set_reduce_scatter_unused_params"):  # since torch 2.13
             # An expert that got no token in this process may have got some in another, which would wait for its shard.
             module.set_reduce_scatter_unused_params(True)
-    if isinstance(parts.embedding, FSDPModule):
-        parts.embedding.set_unshard_in_backward(False)  # its gradient needs tokens, and no weight
     # Or whatever runs first, such as a part of the model, would become its root.
     outermost._get_fsdp_state()._lazy_init()
-    return FullySharded(outermost, sync_each_batch=config.sync_each_batch)
 
 
 def _refuse_parts(model: nn.Module) -> None:

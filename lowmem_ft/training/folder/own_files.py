@@ -26,7 +26,7 @@ _NAMES = re.compile(
     r"|vocab\.txt|merges\.txt|(\w+\.)?(tokenizer|spiece|sentencepiece|spm|bpe)\.model"
     r"|chat_template\.jinja|additional_chat_templates/\w+\.jinja"
     r"|shard-\d{5}-of-\d{5}-(model|optimizer)-\d{5}\.safetensors"
-    r"|checkpoint\.json|optimizer-\d{5}\.safetensors|random-state-\d+\.json"
+    r"|(checkpoint|sharded-state)\.json|optimizer-\d{5}\.safetensors|random-state-\d+\.json"
     r"|\.tmp\w{6}"  # of safetensors, which renames it: one is left if the process is killed
     r"|(.+/)?(events\.out\.tfevents\..+|hparams\.yml)"  # of TensorBoard, in logs/
 )

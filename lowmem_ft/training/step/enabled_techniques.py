@@ -1,11 +1,11 @@
 """The techniques of a recipe: the one ordered list of what is enabled around a model and its optimizer.
 
-The order matters and is defined only here, in four phases: :data:`ADAPTERS`, :data:`FORWARD`, :data:`STATE` and
-:data:`STEP`. What changes the model's forward comes before the optimizer sees its parameters, from the inside out: MLP
-tiles are inside a checkpointed layer, which is inside the loop over micro-batches, which is inside the visit of
-streamed weights.
+The order matters and is defined only here, in five phases: :data:`ADAPTERS`, :data:`FORWARD`, :data:`SHARDING`,
+:data:`STATE` and :data:`STEP`. What changes the model's forward comes before the optimizer sees its parameters, from
+the inside out: MLP tiles are inside a checkpointed layer, which is inside the loop over micro-batches, which is inside
+the visit of streamed weights.
 
-A technique joins a run by its entry in one of the four, and nowhere else; other training loops enable techniques
+A technique joins a run by its entry in one of them, and nowhere else; other training loops enable techniques
 through the same list. Most entries need nothing of each other. Where they do, one finds the other in the
 :class:`Build`:
 
@@ -88,7 +88,7 @@ class Build:
             steps, so that updates of weights on the device may also be deferred to the next forward. In other loops,
             a user's callbacks would read the weights of the previous step.
         optimizer: over the trainable parameters; None before :data:`STATE`.
-        in_forward: the enabled techniques of :data:`ADAPTERS` and :data:`FORWARD`.
+        in_forward: the enabled techniques of :data:`ADAPTERS`, :data:`FORWARD` and :data:`SHARDING`.
         after_forward: those of :data:`STATE` and :data:`STEP`.
     """
 
@@ -141,7 +141,7 @@ class Spec:
     enable: Callable[[Build], Technique | None]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class EnabledTechniques:
     """The optimizer and the enabled techniques with which a recipe trains a model.
 
@@ -163,26 +163,35 @@ def enable_techniques(build: Build) -> EnabledTechniques:
     Returns:
         The optimizer and the techniques; an error leaves the model unchanged.
     """
-    recipe, training = build.recipe, build.recipe.training
     try:
-        build.enable((*ADAPTERS, *FORWARD), build.in_forward)
-        if recipe.distributed.plan().has_engine:  # which updates, sums and offloads by itself
-            optimizer = create_torch_adamw(
-                build.model, recipe.optimizer, learning_rate=training.learning_rate
-            )
-            return EnabledTechniques(optimizer, build.in_forward)
-        build.optimizer = optimizer = create_optimizer(
-            build.model, recipe.optimizer, learning_rate=training.learning_rate, seed=training.seed
-        )
-        with build.in_forward.at_rest():  # the state begins with the weights' values
-            build.enable(STATE, build.after_forward)
-            if isinstance(optimizer, ChunkedOptimizer):  # bitsandbytes' allocate theirs in the first step
-                optimizer.allocate_state()
-                initialize_masters(optimizer, build.model, build.full_precision_weights)
-        build.enable(STEP, build.after_forward)
+        enable_forward(build)
+        return enable_optimizer(build)
     except BaseException:
         Handle(build.in_forward.remove, build.after_forward.remove).remove()
         raise
+
+
+def enable_forward(build: Build) -> None:
+    """Enable what changes the model's forward, before its weights are sharded."""
+    build.enable((*ADAPTERS, *FORWARD), build.in_forward)
+
+
+def enable_optimizer(build: Build) -> EnabledTechniques:
+    """Shard the weights, make the optimizer, and enable what goes with it; :func:`enable_forward` comes before."""
+    recipe, training = build.recipe, build.recipe.training
+    build.enable(SHARDING, build.in_forward)
+    if recipe.distributed.plan().has_engine:  # which updates, sums and offloads by itself
+        optimizer = create_torch_adamw(build.model, recipe.optimizer, learning_rate=training.learning_rate)
+        return EnabledTechniques(optimizer, build.in_forward)
+    build.optimizer = optimizer = create_optimizer(
+        build.model, recipe.optimizer, learning_rate=training.learning_rate, seed=training.seed
+    )
+    with build.in_forward.at_rest():  # the state begins with the weights' values
+        build.enable(STATE, build.after_forward)
+        if isinstance(optimizer, ChunkedOptimizer):  # bitsandbytes' allocate theirs in the first step
+            optimizer.allocate_state()
+            initialize_masters(optimizer, build.model, build.full_precision_weights)
+    build.enable(STEP, build.after_forward)
     # Streamed weights are outermost: they apply deferred updates, and come to rest before the state returns.
     return EnabledTechniques(optimizer, Techniques(*build.after_forward, *build.in_forward))
 
@@ -257,6 +266,7 @@ def _compare_sharded_loss(build: Build) -> None:
     sharded, loss = build.find(FullySharded), build.find(ChunkedLoss)
     assert sharded is not None
     assert loss is not None
+    sharded.model.unshard()  # what belongs to no layer: PEFT's wrapper, around the model that is compared, would do it
     loss.compare_with_stock()
     sharded.reshard()
     sharded.spare_head_in_backward()
@@ -361,6 +371,10 @@ FORWARD = (
     ),
     Spec(lambda build: build.recipe.loss.chunk_tokens is not None, _chunked_loss),
     Spec(lambda build: build.recipe.offload.parameters == "stream", _parameter_streaming),
+)
+"""Techniques that change the model's forward, from the inside out."""
+
+SHARDING = (
     Spec(lambda build: build.recipe.distributed.plan().shards_rows, lambda build: build.shard(build.parts)),
     Spec(
         lambda build: build.find(FullySharded) is not None and build.find(ChunkedLoss) is not None,
@@ -368,7 +382,7 @@ FORWARD = (
     ),
     Spec(lambda build: build.recipe.distributed.context > 1, _context_parallel),
 )
-"""Techniques that change the model's forward, from the inside out; for an engine's run they are the last."""
+"""Weights are sharded around all of these; for an engine's run they are the last."""
 
 STATE = (
     Spec(
