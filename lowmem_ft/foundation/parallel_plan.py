@@ -106,6 +106,11 @@ class ParallelPlan:
         return range(first, first + self.context)
 
     @property
+    def has_whole_groups(self) -> bool:
+        """True if each context group has all its processes."""
+        return self.num_processes % self.context == 0
+
+    @property
     def context_index(self) -> int:
         """The place of this rank in its context group."""
         return self.rank % self.context

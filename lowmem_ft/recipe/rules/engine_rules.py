@@ -29,14 +29,15 @@ def problems_with_processes(recipe: Recipe, num_processes: int) -> Iterator[str]
         }
         for setting in recipe.undecided_keys:
             yield f"{setting} makes a plan for one process, got {num_processes}. {ways_out[setting]}"
-    context = recipe.distributed.context
-    if context > 1 and num_processes % context:
+    plan = recipe.distributed.plan(num_processes)
+    if not plan.has_whole_groups:
+        context = plan.context
         yield (
             f"distributed.context={context} spreads each row over that many processes, got {num_processes}. Start "
             f"{context} or a multiple of it (an estimate: --gpu {context}xNAME), or set distributed.context=1."
         )
-    if (engine := recipe.distributed.plan(num_processes).engine) is not None:
-        yield from problems_with_engine(recipe, engine)
+    if plan.engine is not None:
+        yield from problems_with_engine(recipe, plan.engine)
 
 
 def problems_with_engine(recipe: Recipe, engine: Engine) -> Iterator[str]:
