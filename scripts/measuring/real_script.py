@@ -42,6 +42,8 @@ _KERNELS_WITH_SCRATCH = (
     "aten::convolution_backward",
     "aten::native_layer_norm_backward",
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    "c10d::_allgather_base_",  # gloo gathers into a copy
+    "gloo:all_gather",
 )
 
 REAL = {
