@@ -38,20 +38,20 @@ class Budget:
         "in two, and the rest of the run keeps the smaller size. false: the run ends there.",
     )
 
-    def host_bytes(self, num_processes: int = 1) -> int | None:
+    def host_bytes(self, num_processes_here: int = 1) -> int | None:
         """Return the bytes of host memory that one process may take; None: no limit.
 
         Args:
-            num_processes: processes on the machine.
+            num_processes_here: processes on the machine.
 
         Raises:
             UserError: if the budget is not a size.
         """
-        return None if self.host is None else parse_bytes(self.host) // num_processes
+        return None if self.host is None else parse_bytes(self.host) // num_processes_here
 
-    def host_in_words(self, num_processes: int = 1) -> str:
+    def host_in_words(self, num_processes_here: int = 1) -> str:
         """Return the host budget in words, such as ``budget.host=64GiB shared by 8 processes``."""
-        shared = "" if num_processes == 1 else f" shared by {num_processes} processes"
+        shared = "" if num_processes_here == 1 else f" shared by {num_processes_here} processes"
         return f"budget.host={self.host}{shared}"
 
 

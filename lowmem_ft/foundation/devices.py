@@ -4,6 +4,25 @@ from __future__ import annotations
 
 import torch
 
+from lowmem_ft.foundation.errors import UserError
+
+
+def refuse_other_makers(device: torch.device) -> None:
+    """Refuse to train on a device that is neither a processor, an NVIDIA GPU nor a virtual one.
+
+    Raises:
+        UserError: names the device; so does a torch for AMD's GPUs, which calls them ``cuda``.
+    """
+    on_amd = device.type == "cuda" and torch.version.hip is not None
+    if device.type in ("cpu", "meta") or is_virtual(device) or (device.type == "cuda" and not on_amd):
+        return
+    other = {"mps": "Apple's GPU", "xpu": "an Intel GPU", "hpu": "Intel's Gaudi"}.get(device.type, "")
+    seen = "an AMD GPU (a torch for ROCm)" if on_amd else f"{other or 'another device'} ({device.type})"
+    raise UserError(
+        f"lowmem_ft trains on NVIDIA's GPUs and on processors, got {seen}, on which no technique of it has been tried. "
+        "Set training.use_cpu=true to train on the processor."
+    )
+
 
 def with_index(device: torch.device | str) -> torch.device:
     """Return a device under the name its tensors give it: ``cuda`` becomes the current one, such as ``cuda:0``.

@@ -27,13 +27,13 @@ def quoted(words: Sequence[str]) -> str:
 def launched(recipe: Recipe) -> list[str]:
     """Return the words before the settings that train a recipe: torchrun starts several processes."""
     config = recipe.distributed
-    processes, machines = config.num_processes or 1, config.num_machines
-    if processes == 1:
+    plan, machines = config.plan(), config.num_machines
+    if not plan.several:
         return command_line("train")
     where = ["--standalone"]
     if machines > 1:
         where = [f"--nnodes={machines}", "--node_rank=RANK", "--master_addr=FIRST_MACHINE"]
-    return ["torchrun", *where, f"--nproc_per_node={processes // machines}", "-m", "lowmem_ft", "train"]
+    return ["torchrun", *where, f"--nproc_per_node={plan.per_machine}", "-m", "lowmem_ft", "train"]
 
 
 def without(settings: Sequence[str], keys: Container[str]) -> list[str]:

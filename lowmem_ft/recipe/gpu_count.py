@@ -38,20 +38,20 @@ def on_gpus(recipe: Recipe, gpu: str | None, *, is_planned: bool = False) -> tup
     left_open: Strategy | None = "ddp" if count is None else "fsdp2"
     if is_planned and not {"distributed", "distributed.strategy"} & {*recipe.plan.keep}:
         left_open = None
-    strategy = left_open if config.strategy in (None, "none") else config.strategy
+    strategy = left_open if config.named_engine is None else config.strategy
     filled = dataclasses.replace(config, strategy=strategy, num_processes=num_processes)
     return dataclasses.replace(recipe, distributed=filled), name
 
 
 def _problems(config: DistributedConfig, count: int | None, gpu: str | None) -> Iterator[str]:
     strategy, processes, machines = config.strategy, config.num_processes, config.num_machines
-    if strategy in ("zero2", "zero3"):
+    if config.plan().has_engine:
         yield (
             f"distributed.strategy={strategy} uses DeepSpeed's engine, which cannot be traced. Estimate "
             "distributed.strategy=fsdp2, which shards the same things as zero3, or ddp, which shards nothing."
         )
     if count is None:
-        if strategy not in (None, "none") and processes in (None, 1):
+        if config.named_engine is not None and not config.plan().several:
             yield (
                 f"distributed.strategy={strategy} is for several processes, and their number is not set. Name the "
                 "GPUs, such as --gpu 8xrtx-4090, or set distributed.num_processes."
@@ -62,7 +62,7 @@ def _problems(config: DistributedConfig, count: int | None, gpu: str | None) -> 
             f"distributed.num_processes={processes}, but {gpu} is {count} {'GPU' if count == 1 else 'GPUs'} with one "
             "process each. Correct one of the two, or leave distributed.num_processes out."
         )
-    elif count == 1 and strategy not in (None, "none"):
+    elif count == 1 and config.named_engine is not None:
         yield (
             f"distributed.strategy={strategy} is for several processes, got {gpu}. Name more GPUs, or set "
             "distributed.strategy=none."

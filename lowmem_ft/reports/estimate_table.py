@@ -306,7 +306,7 @@ def _speed(estimate: MemoryEstimate, step: StepTime) -> str:
     words = f" for {step.tokens:,} tokens: {step.tokens_per_second:,.0f} tokens/s"
     if estimate.processes is None:
         return words
-    return f"{words} a process, {estimate.processes.num_processes * step.tokens_per_second:,.0f} in all"
+    return f"{words} a process, {estimate.processes.plan.in_all(step.tokens_per_second):,.0f} in all"
 
 
 def _processes(estimate: MemoryEstimate) -> Iterator[tuple[str, str]]:

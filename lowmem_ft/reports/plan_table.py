@@ -167,7 +167,7 @@ def _tokens(estimate: MemoryEstimate) -> str:
     each = 0 if estimate.step is None else estimate.step.tokens
     if estimate.processes is None:
         return f"{each:,} tokens"
-    return f"{estimate.processes.num_processes * each:,} tokens, {each:,} in each process"
+    return f"{estimate.processes.plan.in_all(each):,} tokens, {each:,} in each process"
 
 
 def _shortfall(plan: MemoryPlan) -> Text:

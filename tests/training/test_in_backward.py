@@ -14,6 +14,7 @@ from measuring.real_run import run_for_real
 from safetensors.torch import load_file
 
 from lowmem_ft.foundation.errors import Interrupted, RecipeError, UserError
+from lowmem_ft.foundation.parallel_plan import ParallelPlan
 from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training.folder.run_folder import RunFolder
@@ -166,7 +167,7 @@ def test_what_cannot_be_exact_is_refused_with_the_way_out(tiny, overrides, messa
 def test_several_processes_that_hold_all_weights_are_refused_with_the_way_out(tiny, tmp_path):
     recipe = tiny(*BOTH, "offload.optimizer=host", "model.dtype=bfloat16")
     runtime = launched_runtime(recipe.training, tmp_path)
-    runtime.ranks.num_processes = 2
+    runtime.ranks.plan = ParallelPlan(num_processes=2)
     with pytest.raises(UserError) as error:
         plan_session(recipe, runtime)
     [problem] = error.value.problems  # state may wait on the host

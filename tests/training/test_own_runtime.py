@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from lowmem_ft.foundation.errors import DoesNotFitError
+from lowmem_ft.foundation.parallel_plan import ParallelPlan
 from lowmem_ft.optimizers import OptimizerState, export_optimizer_state, import_optimizer_state
 from lowmem_ft.training.folder.run_files import RunFiles
 from lowmem_ft.training.out_of_memory import diagnosis
@@ -79,7 +80,7 @@ def test_memory_that_runs_out_while_loading_is_that_of_the_runtime(tiny, monkeyp
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     runtime = plain_runtime()
-    runtime.ranks.num_processes = 3
+    runtime.ranks.plan = ParallelPlan(num_processes=3)
     runtime = dataclasses.replace(runtime, values=Full(runtime.machine, runtime.ranks))
     known = {}
     refuse = diagnosis.does_not_fit

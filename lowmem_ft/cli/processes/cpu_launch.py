@@ -10,20 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import NamedTuple
 
 import psutil
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.parallel_plan import ParallelPlan
 
 logger = logging.getLogger(__name__)
-
-
-class _Asked(NamedTuple):
-    """The numbers that an ``accelerate launch`` command and its configuration ask for, on all machines together."""
-
-    num_processes: int
-    num_machines: int
 
 
 def start_requested_processes(*, use_cpu: bool) -> None:
@@ -38,7 +31,7 @@ def start_requested_processes(*, use_cpu: bool) -> None:
         UserError: if they cannot be started here.
     """
     asked = _asked_of_accelerate()
-    if asked is None or asked.num_processes < 2:
+    if asked is None or not asked.several:
         return
     if asked.num_machines > 1:
         raise UserError(_alone_of_machines(asked))
@@ -53,7 +46,7 @@ def start_requested_processes(*, use_cpu: bool) -> None:
     os.execv(sys.executable, [sys.executable, *launcher, *sys.orig_argv[1:]])
 
 
-def _asked_of_accelerate() -> _Asked | None:
+def _asked_of_accelerate() -> ParallelPlan | None:
     """Return what the ``accelerate launch`` above this process was asked for.
 
     None if there is no such parent, or this process is already one of several.
@@ -77,7 +70,7 @@ def _asked_of_accelerate() -> _Asked | None:
         getattr(options, name) or getattr(configured, name, None) or 1
         for name in ("num_processes", "num_machines")
     )
-    return _Asked(num_processes, num_machines)
+    return ParallelPlan(num_processes=num_processes, num_machines=num_machines)
 
 
 def _is_launch_command(word: str) -> bool:
@@ -90,7 +83,7 @@ def _is_launch_command(word: str) -> bool:
     )
 
 
-def _without_gpus(asked: _Asked) -> str:
+def _without_gpus(asked: ParallelPlan) -> str:
     import torch
 
     from lowmem_ft.training.processes.launched_gpus import why_no_gpu
@@ -103,11 +96,10 @@ def _without_gpus(asked: _Asked) -> str:
     )
 
 
-def _alone_of_machines(asked: _Asked) -> str:
-    each = max(1, asked.num_processes // asked.num_machines)
+def _alone_of_machines(asked: ParallelPlan) -> str:
     return (
         f"`accelerate launch` was asked for {asked.num_processes} processes on {asked.num_machines} machines, and has "
         "started one without the others. Add --multi_gpu for machines of one GPU each, or start torchrun on each "
-        f"machine: `torchrun --nnodes={asked.num_machines} --nproc_per_node={each} --node_rank=... --master_addr=... "
-        "--master_port=29500 ...`."
+        f"machine: `torchrun --nnodes={asked.num_machines} --nproc_per_node={asked.per_machine} --node_rank=... "
+        "--master_addr=... --master_port=29500 ...`."
     )

@@ -1,8 +1,9 @@
 """The micro-batches of each optimizer step, and the position in the data from which a run can resume.
 
 One optimizer step takes ``B x A x W`` consecutive rows of the global order: B rows a micro-batch, A micro-batches, W
-processes. Micro-batch ``j`` of process ``r`` takes rows ``[(j * W + r) * B : (j * W + r + 1) * B]`` of them. So the set
-of rows of a step depends only on the global batch size, not on how it is divided.
+different ones at a time (``plan.data_width``). Micro-batch ``j`` of a process whose ``plan.data_index`` is ``r`` takes
+rows ``[(j * W + r) * B : (j * W + r + 1) * B]`` of them. So the set of rows of a step depends only on the global batch
+size, not on how it is divided.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from lowmem_ft.data.batches.epoch_rows import Examples
 from lowmem_ft.data.batches.position import DataPosition
 from lowmem_ft.data.row import Row
 from lowmem_ft.foundation.errors import DataError
+from lowmem_ft.foundation.parallel_plan import ParallelPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +49,7 @@ class DataStream:
         position: where to begin; its seed decides the order.
         per_device_batch_size: rows of a micro-batch.
         gradient_accumulation_steps: micro-batches of a window on each process.
-        num_processes: processes that share the data.
-        process_index: index of this process.
+        plan: the processes that share the data, and this one.
         collate: collates rows to a batch.
 
     Raises:
@@ -62,14 +63,12 @@ class DataStream:
         position: DataPosition,
         per_device_batch_size: int,
         gradient_accumulation_steps: int,
-        num_processes: int,
-        process_index: int,
+        plan: ParallelPlan,
         collate: Collator,
     ) -> None:
         self._examples, self._collate = examples, collate
-        self._batch_size = per_device_batch_size
-        self._num_processes, self._process_index = num_processes, process_index
-        self._window_rows = per_device_batch_size * gradient_accumulation_steps * num_processes
+        self._batch_size, self._plan = per_device_batch_size, plan
+        self._window_rows = plan.rows_at_once(per_device_batch_size) * gradient_accumulation_steps
         if examples.num_rows is not None and position.index >= examples.num_rows:
             raise DataError(
                 f"The run stopped at row {position.index} of an epoch, but the data has {examples.num_rows} rows now. "
@@ -112,14 +111,7 @@ class DataStream:
         num_rows = self._examples.num_rows
         if num_rows is not None and self.position.index >= num_rows:
             self._begin_next_epoch()
-        batches = _share(
-            references,
-            self._examples.read,
-            self._batch_size,
-            self._num_processes,
-            self._process_index,
-            self._collate,
-        )
+        batches = _share(references, self._examples.read, self._batch_size, self._plan, self._collate)
         epoch = self.position.epoch + (self.position.index / num_rows if num_rows else 0.0)
         return Window(batches=batches, position=self.position, epoch=epoch)
 
@@ -136,37 +128,35 @@ class DataStream:
 
 
 def eval_batches(
-    examples: Examples, *, batch_size: int, num_processes: int, process_index: int, collate: Collator
+    examples: Examples, *, batch_size: int, plan: ParallelPlan, collate: Collator
 ) -> Iterator[Batch]:
     """Yield the micro-batches of this process's share of held-out examples, in their order.
 
     Args:
         examples: created without shuffling.
         batch_size: rows of a micro-batch.
-        num_processes: processes that share the data.
-        process_index: index of this process.
+        plan: the processes that share the data, and this one.
         collate: collates rows to a batch.
 
     Yields:
         Batches, as many on every process; without labels if a process has no share.
     """
     references = examples.order(0, 0)
-    while chunk := list(islice(references, batch_size * num_processes)):
-        yield from _share(chunk, examples.read, batch_size, num_processes, process_index, collate)
+    while chunk := list(islice(references, plan.rows_at_once(batch_size))):
+        yield from _share(chunk, examples.read, batch_size, plan, collate)
 
 
 def _share(
     references: Sequence[Any],
     read: Callable[[Any], Row],
     batch_size: int,
-    num_processes: int,
-    process_index: int,
+    plan: ParallelPlan,
     collate: Collator,
 ) -> list[Batch]:
     """Return one process's micro-batches from rows that all processes share; as many for each of them."""
     batches = []
-    for start in range(0, len(references), batch_size * num_processes):
-        first = start + process_index * batch_size
+    for start in range(0, len(references), plan.rows_at_once(batch_size)):
+        first = start + plan.data_index * batch_size
         own = references[first : first + batch_size]
         if own:
             batches.append(collate([read(reference) for reference in own]))

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
+from lowmem_ft.foundation.parallel_plan import ParallelPlan
+
 Part = Literal[
     "layers",
     "outer",
@@ -75,8 +77,7 @@ class StepFacts:
         trains_all: whether all weights are trained.
         clips: whether gradients are clipped by their global norm.
         steps_in_backward: whether the optimizer steps in backward.
-        strategy: ``distributed.strategy``.
-        num_processes: processes that share the model.
+        plan: the processes that share the model.
     """
 
     num_layers: int
@@ -87,8 +88,7 @@ class StepFacts:
     trains_all: bool
     clips: bool
     steps_in_backward: bool
-    strategy: str | None
-    num_processes: int
+    plan: ParallelPlan
     packed_itemsize: float | None = None
 
 

@@ -13,6 +13,7 @@ from lowmem_ft.foundation.memory.race import Race
 from lowmem_ft.foundation.memory.step_work import StepWork
 from lowmem_ft.foundation.memory.timeline import Timeline
 from lowmem_ft.foundation.memory.uncertainty import Uncertainty, is_tight
+from lowmem_ft.foundation.parallel_plan import ParallelPlan
 from lowmem_ft.foundation.units import format_bytes
 
 SCHEMA = 1
@@ -165,9 +166,16 @@ class Processes:
     last_host_bytes: int = 0
 
     @property
+    def plan(self) -> ParallelPlan:
+        """The same as a plan, which says what they share."""
+        return ParallelPlan(
+            strategy=self.strategy, num_processes=self.num_processes, num_machines=self.num_machines
+        )
+
+    @property
     def per_machine(self) -> int:
         """Number of processes on each machine."""
-        return self.num_processes // self.num_machines
+        return self.plan.per_machine
 
 
 @dataclass(frozen=True, kw_only=True)

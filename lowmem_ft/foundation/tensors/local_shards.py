@@ -67,10 +67,10 @@ def _zero3() -> Any:
     return importlib.import_module("deepspeed").zero
 
 
-def rows_of(num_rows: int, num_processes: int, process_index: int) -> tuple[int, int]:
-    """Return the first row of a process and the one after its last, as ``torch.chunk`` splits them."""
-    most = -(-num_rows // num_processes)
-    return min(most * process_index, num_rows), min(most * (process_index + 1), num_rows)
+def rows_of(num_rows: int, num_parts: int, part: int) -> tuple[int, int]:
+    """Return the first row of a part and the one after its last, as ``torch.chunk`` splits them."""
+    most = -(-num_rows // num_parts)
+    return min(most * part, num_rows), min(most * (part + 1), num_rows)
 
 
 def first_element(tensor: Tensor) -> int:
@@ -103,8 +103,8 @@ def parts_of(tensor: Tensor) -> list[int]:
     if dimension is None:
         return [tensor.numel()]
     sharded: Any = tensor
-    num_rows, num_processes = tensor.shape[0], sharded.device_mesh.size(dimension)
-    bounds = [rows_of(num_rows, num_processes, process) for process in range(num_processes)]
+    num_rows, num_parts = tensor.shape[0], sharded.device_mesh.size(dimension)
+    bounds = [rows_of(num_rows, num_parts, part) for part in range(num_parts)]
     row = tensor.numel() // max(num_rows, 1)
     return [(end - first) * row for first, end in bounds]
 

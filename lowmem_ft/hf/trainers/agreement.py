@@ -205,7 +205,7 @@ def _take_sharding(agreement: Agreement, accelerator: Any) -> None:
     if not getattr(accelerator, "is_fsdp2", False):
         return
     own = agreement.recipe.distributed
-    if own.strategy not in (None, "fsdp2"):
+    if own.strategy is not None and not own.plan().shards_rows:
         agreement.problems.append(
             f"distributed.strategy={own.strategy} is not how the trainer was launched, with FSDP 2. Leave it out: the "
             "launch decides."

@@ -218,7 +218,7 @@ def _attach(trainer: Any, agreement: Agreement, kind: Kind, flags: Handle) -> At
             full_precision_weights=functools.partial(full_precision_weights, model),
             computes_loss=kind != "Trainer",
         )
-        shards_later = recipe.distributed.strategy == "fsdp2"
+        shards_later = recipe.distributed.plan().shards_rows
         if shards_later:
             enabled = enabled_before_sharding(build)
             attached.undo_first(build.in_forward.remove)
@@ -335,7 +335,7 @@ def _changes_of_files(
         enabled.techniques.flush()
         return method(*args, **kwargs)
 
-    if recipe.distributed.strategy == "fsdp2":
+    if recipe.distributed.plan().shards_rows:
         yield from save_in_parts(trainer, enabled, ranks)
     yield from load_parts(trainer, enabled)
     yield from save_whole(trainer)

@@ -119,7 +119,7 @@ def _model(trainer: Any, recipe: Recipe) -> Iterator[str]:
         )
     elif on_host is None:
         away = {parameter.device.type for parameter in model.parameters()} - {of_tensors(device).type}
-        if away and recipe.distributed.strategy != "fsdp2":  # which moves each process's part there
+        if away and not recipe.distributed.plan().shards_rows:  # which moves each process's part there
             yield (
                 f"hf.attach() needs the model on {device}, where it is trained; parts of it are on "
                 f"{' and '.join(sorted(away))}. Leave device_map and place_model_on_device out."

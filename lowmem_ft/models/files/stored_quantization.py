@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.parallel_plan import plan_of
 
 FORMATS: Mapping[str, str] = {"mxfp4": "MXFP4", "fp8": "FP8 with block scales"}
 """Formats whose weights may stay packed under adapters, by their ``quant_method``, in words."""
@@ -190,7 +191,7 @@ def problems_of_training(
             f"A base in {FORMATS[stored]} is frozen and needs adapter.name=lora to train, got none with {name}. Set "
             "adapter.name=lora, or model.quantization=dequantize, which unpacks it to model.dtype."
         )
-    if strategy not in (None, "none", "ddp"):
+    if plan_of(strategy).shares_state:
         yield (
             f"A base in {FORMATS[stored]} is whole in each process, and distributed.strategy={strategy} would cut that "
             f"of {name}. Set distributed.strategy=ddp, or model.quantization=dequantize."

@@ -370,20 +370,16 @@ def estimate_context_of(
         allowed_bytes=capped_bytes(budget, outside),
         largest_in_heap_bytes=LARGEST_IN_HEAP_BYTES,
         heap_share=HEAP_SHARE_OF_RUNS,
-        sends_at_the_end=recipe.distributed.strategy == "ddp" or not recipe.distributed.sync_each_batch,
+        sends_at_the_end=recipe.distributed.plan().copies_weights or not recipe.distributed.sync_each_batch,
         not_modelled=() if recipe.offload.folder is None else ("time of reading and writing offload.folder",),
     )
 
 
 def _processes(recipe: Recipe) -> Processes | None:
-    config = recipe.distributed
-    if config.num_processes in (None, 1):
+    plan = recipe.distributed.plan()
+    if not plan.several:
         return None
-    return Processes(
-        strategy=config.strategy or "ddp",
-        num_processes=config.num_processes,
-        num_machines=config.num_machines,
-    )
+    return Processes(strategy=plan.strategy, num_processes=plan.num_processes, num_machines=plan.num_machines)
 
 
 def _untraced_micro_batches(recipe: Recipe) -> int | None:

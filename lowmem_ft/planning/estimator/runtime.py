@@ -161,7 +161,7 @@ class VirtualRanks(Ranks):
 
     def shard(self, parts: ModelParts, config: DistributedConfig) -> FullySharded | None:
         """Call :func:`enable_fsdp2`, for several processes of which one exists."""
-        if self._is_sharded:
+        if self.plan.shards_rows:
             attribution = self._tracing.attribution
             attribution.name_modules(parts.model)  # with its adapters, while its parameters are whole
             mesh = init_device_mesh(self._device.type, (self.num_processes,))
@@ -174,7 +174,7 @@ class VirtualRanks(Ranks):
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Wrap the model as Accelerate does, where there are several processes and each holds all of it."""
         self._tracing.mark_state(optimizer)
-        if self.num_processes == 1 or self._is_sharded or self.goes_without_ddp(model, takes_mean=False):
+        if self.num_processes == 1 or self.plan.shards_rows or self.goes_without_ddp(model, takes_mean=False):
             return model, optimizer
         wrapped = TracedDataParallel(model, self._device, self._tracing.mark)
         self._tracing.attribution.takes_for_outermost(wrapped)
@@ -298,6 +298,6 @@ def virtual_runtime(
     """
     machine = VirtualMachine(tracing, config.mixed_precision)
     ranks = VirtualRanks(tracing, machine.device, distributed, process_index)
-    keep_rows = ranks.keep_rows if distributed.strategy == "fsdp2" else None
+    keep_rows = ranks.keep_rows if ranks.plan.shards_rows else None
     values = NoValues(tracing, machine, ranks, keep_rows)
     return Runtime(machine=machine, ranks=ranks, files=RunFiles(ranks), values=values)

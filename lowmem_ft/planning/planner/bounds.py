@@ -236,8 +236,7 @@ def _facts(recipe: Recipe, shape: ModelShape) -> StepFacts:
         trains_all=recipe.adapter.name == "none",
         clips=recipe.training.max_grad_norm is not None,
         steps_in_backward=recipe.optimizer.in_backward,
-        strategy=recipe.distributed.strategy,
-        num_processes=recipe.distributed.num_processes or 1,
+        plan=recipe.distributed.plan(),
         packed_itemsize=shape.packed_itemsize,
     )
 

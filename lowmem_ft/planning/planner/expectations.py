@@ -170,16 +170,16 @@ def _summed_bytes(recipe: Recipe, itemsize: int) -> int:
 def _sent_bytes(recipe: Recipe, shape: ModelShape) -> float:
     """Return the bytes that a rank sends to the others: weights gathered for each pass, and gradients."""
     config = recipe.distributed
-    if config.strategy not in ("ddp", "fsdp2"):
+    plan = config.plan()
+    if config.named_engine is None or plan.has_engine:
         return 0.0
-    others = 1 - 1 / (config.num_processes or 1)
     whole = shape.parameters * shape.dtype_of(recipe).itemsize
     trained = shape.parameters if recipe.adapter.name == "none" else 0
-    if config.strategy == "ddp":
-        return others * 2 * trained * shape.dtype_of(recipe).itemsize
+    if plan.copies_weights:
+        return plan.sent_share * 2 * trained * shape.dtype_of(recipe).itemsize
     is_horizontal = recipe.accumulation.order == "horizontal"
     passes = recipe.training.gradient_accumulation_steps if is_horizontal else 1
-    return others * passes * ((2 if config.reshards else 1) * whole + 4 * trained)
+    return plan.sent_share * passes * ((2 if config.reshards else 1) * whole + 4 * trained)
 
 
 def _sending_rate(recipe: Recipe, gpu: Gpu) -> float:

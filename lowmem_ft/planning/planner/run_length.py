@@ -49,13 +49,15 @@ def run_length(recipe: Recipe, step: StepTime) -> RunLength:
         attn_implementation="varlen_attn" if recipe.data.packing else "sdpa",
         vocab_size=vocab_size(hf_config),
     )
-    training, processes = recipe.training, recipe.distributed.num_processes or 1
+    training, plan = recipe.training, recipe.distributed.plan()
     num_rows = data.train.num_rows
     assert num_rows is not None, "data that is streamed has no known length"
     assert data.summary is not None, "what is read whole is summed up"
-    rows_of_step = processes * training.per_device_train_batch_size * training.gradient_accumulation_steps
+    rows_of_step = (
+        plan.rows_at_once(training.per_device_train_batch_size) * training.gradient_accumulation_steps
+    )
     per_epoch = -(-num_rows // rows_of_step)
     steps = training.max_steps if training.max_steps > 0 else math.ceil(training.num_train_epochs * per_epoch)
     tokens = round(data.summary.num_tokens * steps / per_epoch)
-    seconds = min(steps * step.seconds, tokens / processes / step.tokens_per_second)
+    seconds = min(steps * step.seconds, plan.per_process(tokens) / step.tokens_per_second)
     return RunLength(steps=steps, tokens=tokens, seconds=seconds)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lowmem_ft.foundation.parallel_plan import ParallelPlan
 from lowmem_ft.virtual_gpu.costs.one_process import Peers
 
 
@@ -27,6 +28,11 @@ class Launch:
     launcher: str = ""
     further: Mapping[str, str] = field(default_factory=dict)
     sets_ranks: bool = True
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The processes and this one's place; the script alone knows by which strategy they share its model."""
+        return ParallelPlan(num_processes=self.num_processes, rank=self.process_index)
 
     @property
     def environment(self) -> dict[str, str]:

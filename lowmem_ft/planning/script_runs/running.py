@@ -127,7 +127,7 @@ class ScriptRun:
         self.watch = StepWatch(machine, num_steps, on_step)
         self.peak = PeakPlace(machine.recorder, self._own)
         self.ranks = RankWatch(launch, machine.say)
-        self.cut = DataCut(num_steps * launch.num_processes, on_reading)
+        self.cut = DataCut(launch.plan.in_all(num_steps), on_reading)
         files = FilesKeptAway()
         self.after = AfterTraining(machine, self.peak)
         self.training = ShortTraining(machine, self.cut, files, num_steps, on_trainer, self.after)

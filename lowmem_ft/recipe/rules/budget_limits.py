@@ -81,19 +81,19 @@ def beyond_all(wanted: str) -> str:
     )
 
 
-def refuse_budget(budget: Budget, gpu: Gpu | None, is_here: bool, num_processes: int) -> None:
+def refuse_budget(budget: Budget, gpu: Gpu | None, is_here: bool, num_processes_here: int) -> None:
     """Refuse a budget that a device or its host cannot offer, or that the processes alone exceed.
 
     Args:
         budget: the memory that may be taken.
         gpu: the device; None: this machine's processor.
         is_here: whether the host is this machine.
-        num_processes: processes that share the host.
+        num_processes_here: processes that share the host.
 
     Raises:
         UserError: if it is one of them.
     """
-    raise_problems((*_beyond_device(budget, gpu), *_beyond_host(budget, gpu, is_here, num_processes)))
+    raise_problems((*_beyond_device(budget, gpu), *_beyond_host(budget, gpu, is_here, num_processes_here)))
 
 
 def _beyond_device(budget: Budget, gpu: Gpu | None) -> Iterator[str]:
@@ -121,18 +121,20 @@ def above_device(budget: Budget, gpu: Gpu | None) -> Iterator[str]:
         )
 
 
-def _beyond_host(budget: Budget, gpu: Gpu | None, is_here: bool, num_processes: int) -> Iterator[str]:
+def _beyond_host(budget: Budget, gpu: Gpu | None, is_here: bool, num_processes_here: int) -> Iterator[str]:
     if budget.host is None:
         return
     wanted, there = parse_bytes(budget.host), psutil.virtual_memory().total
-    least = num_processes * (LIBRARIES_BYTES if gpu is None else HOST_BYTES_WITH_CUDA)
+    least = num_processes_here * (LIBRARIES_BYTES if gpu is None else HOST_BYTES_WITH_CUDA)
     if wanted <= least:
         who = (
-            "the process itself takes" if num_processes == 1 else f"{num_processes} processes themselves take"
+            "the process itself takes"
+            if num_processes_here == 1
+            else f"{num_processes_here} processes themselves take"
         )
         yield (
             f"budget.host={budget.host} is less than {who}, {format_bytes(least)} with "
-            f"{'its' if num_processes == 1 else 'their'} libraries before any tensor exists. Raise it."
+            f"{'its' if num_processes_here == 1 else 'their'} libraries before any tensor exists. Raise it."
         )
     elif is_here and wanted > there:
         yield f"budget.host={budget.host} is more than this machine has, {format_bytes(there)}. Lower it."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowmem_ft.foundation.knob import Effect, Engine
+from lowmem_ft.foundation.parallel_plan import plan_of
 from lowmem_ft.recipe.reading.keys import RecipeKey, keys_with, memory_knobs, recipe_keys
 from lowmem_ft.recipe.rules.rule import reads
 from lowmem_ft.recipe.tree import Recipe
@@ -12,10 +13,7 @@ from lowmem_ft.recipe.tree import Recipe
 
 def engine_of(recipe: Recipe, num_processes: int) -> Engine | None:
     """Return the engine of a run, which one process lacks; without a strategy, each of several has a whole model."""
-    strategy = recipe.distributed.strategy
-    if strategy in (None, "none"):
-        return "ddp" if num_processes > 1 else None
-    return strategy
+    return recipe.distributed.plan(num_processes).engine
 
 
 def problems_with_processes(recipe: Recipe, num_processes: int) -> Iterator[str]:
@@ -42,6 +40,7 @@ def problems_with_processes(recipe: Recipe, num_processes: int) -> Iterator[str]
 
 def problems_with_engine(recipe: Recipe, engine: Engine) -> Iterator[str]:
     """Yield settings that do not work with an engine: for each the rule, the values seen and the way out."""
+    plan = plan_of(engine)
     for key, _, _ in memory_knobs(recipe):
         yield from problems_of_key(key, recipe, engine)
     lists = {
@@ -50,12 +49,12 @@ def problems_with_engine(recipe: Recipe, engine: Engine) -> Iterator[str]:
         "model.add_special_tokens": recipe.model.add_special_tokens,
     }
     for path, values in lists.items():
-        if values and engine != "ddp":
+        if values and plan.shares_state:
             yield (
                 f"{path}=[{', '.join(values)}] has not been shown to work where processes share a model, got "
                 f"distributed.strategy={engine}. Set distributed.strategy=ddp, or leave the key out."
             )
-    if engine in ("zero2", "zero3"):
+    if plan.has_engine:
         yield from _beside_deepspeed(recipe, engine)
         yield from _generations_with_deepspeed(recipe, engine)
 
@@ -119,9 +118,8 @@ def _or_choose(effect: Effect) -> str:
 )
 def settings_work_with_the_strategy(recipe: Recipe) -> Iterator[str]:
     """Each technique must work with the strategy; where the launch chooses one, this is checked again then."""
-    strategy = recipe.distributed.strategy
-    if strategy not in (None, "none"):
-        yield from problems_with_engine(recipe, strategy)
+    if (engine := recipe.distributed.named_engine) is not None:
+        yield from problems_with_engine(recipe, engine)
 
 
 _OF_WEIGHTS_ON_THE_DEVICE = (*keys_with("state on host"), *keys_with("updates in backward"))
@@ -132,7 +130,7 @@ def cpu_offload_is_of_a_gpu(recipe: Recipe) -> Iterator[str]:
     """Tensors that are already on the host cannot be offloaded there, and FSDP2 copies to and from an accelerator."""
     if not recipe.distributed.cpu_offload:
         return
-    if recipe.training.use_cpu and not recipe.distributed.has_engine:
+    if recipe.training.use_cpu and not recipe.distributed.plan().has_engine:
         yield (
             "distributed.cpu_offload=true is for weights on a GPU, got training.use_cpu=true. Set "
             "distributed.cpu_offload=false."

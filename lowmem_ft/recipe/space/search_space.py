@@ -224,9 +224,8 @@ def _engine_rules() -> Iterator[Rule]:
     def rule_of(key: RecipeKey) -> Rule:
         @reads("distributed.strategy", key.path)
         def rule(recipe: Recipe) -> Iterator[str]:
-            strategy = recipe.distributed.strategy
-            if strategy not in (None, "none"):
-                yield from problems_of_key(key, recipe, strategy)
+            if (engine := recipe.distributed.named_engine) is not None:
+                yield from problems_of_key(key, recipe, engine)
 
         return rule
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
-from lowmem_ft.foundation.knob import Effect, knob
+from lowmem_ft.foundation.knob import Effect, Engine, knob
 from lowmem_ft.foundation.memory.least_memory import (
     NOTHING,
     Held,
@@ -15,21 +14,18 @@ from lowmem_ft.foundation.memory.least_memory import (
     gone_unless,
     on_host_at,
 )
-
-Strategy = Literal["none", "ddp", "fsdp2", "zero2", "zero3"]
-"""Sharing strategies of a run's processes, by the names of torch and DeepSpeed."""
-
+from lowmem_ft.foundation.parallel_plan import ParallelPlan, Strategy, is_of_one_process, plan_of
 
 MOST_PROCESSES = 9999
 """The largest number of processes that ``--gpu 9999xNAME`` accepts."""
 
 
 def _share_of_rank(held: Held, strategy: str | None, step: StepFacts) -> Held:
-    return held.scaled(1 / step.num_processes) if strategy == "fsdp2" else held
+    return held.scaled(1 / len(step.plan.shard_group))
 
 
 def _gathered(held: Held, reshards: bool | None, step: StepFacts) -> Held:
-    return held if step.strategy == "fsdp2" and reshards is False else NOTHING
+    return held if step.plan.shards_rows and reshards is False else NOTHING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,20 +92,34 @@ class DistributedConfig:
         remaining_bytes={"sums": as_it_is},
     )
 
+    def plan(self, num_processes: int | None = None, rank: int = 0) -> ParallelPlan:
+        """Return the plan of the processes.
+
+        Args:
+            num_processes: as launched; None: as these keys say, and one if they leave it open.
+            rank: this process.
+        """
+        return plan_of(
+            self.strategy,
+            num_processes or self.num_processes or 1,
+            num_machines=self.num_machines,
+            rank=rank,
+        )
+
+    @property
+    def named_engine(self) -> Engine | None:
+        """The engine that ``strategy`` names; None if it is left open, or of one process."""
+        return plan_of(self.strategy).engine
+
     @property
     def per_machine(self) -> int:
         """Processes on each machine; 1 if nothing says how many there are."""
-        return (self.num_processes or 1) // self.num_machines or 1
+        return self.plan().per_machine
 
     @property
     def reshards(self) -> bool:
         """True if gathered weights are freed after forward."""
         return self.reshard_after_forward is not False
-
-    @property
-    def has_engine(self) -> bool:
-        """True if DeepSpeed runs the optimizer, and sums and clips the gradients."""
-        return self.strategy in ("zero2", "zero3")
 
     def problems(self) -> Iterator[str]:
         """Yield the rules that these values break by themselves."""
@@ -138,17 +148,14 @@ class DistributedConfig:
             )
         if machines < 1:
             yield f"distributed.num_machines must be at least 1, got {machines}. Set it to 1."
-        elif processes is not None and processes >= 1 and processes % machines:
-            yield (
-                f"distributed.num_processes={processes} must be a multiple of distributed.num_machines={machines}, "
-                "because each machine has the same number of processes. Correct one of the two."
-            )
-        if processes is not None and processes > 1 and self.strategy == "none":
+        elif processes is not None and processes >= 1:
+            yield from self.plan().problems()
+        if processes is not None and processes > 1 and is_of_one_process(self.strategy):
             yield (
                 f"distributed.strategy=none is one process, got distributed.num_processes={processes}. Set "
                 "distributed.strategy=fsdp2 or ddp, or distributed.num_processes=1."
             )
-        if processes == 1 and self.strategy not in (None, "none"):
+        if processes == 1 and self.named_engine is not None:
             yield (
                 f"distributed.strategy={self.strategy} is for several processes, got distributed.num_processes=1. "
                 "Set distributed.strategy=none, or more processes."

@@ -122,8 +122,7 @@ class RunEvaluations:
         batches = eval_batches(
             examples,
             batch_size=config.per_device_eval_batch_size or config.per_device_train_batch_size,
-            num_processes=runtime.ranks.num_processes,
-            process_index=runtime.ranks.process_index,
+            plan=runtime.ranks.plan,
             collate=self._data.collate,
         )
         return evaluate(

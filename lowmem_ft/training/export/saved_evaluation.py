@@ -57,8 +57,7 @@ def evaluate_saved(recipe: Recipe, *, adapter: Path | None = None) -> Evaluation
             batches = eval_batches(
                 examples,
                 batch_size=training.per_device_eval_batch_size or training.per_device_train_batch_size,
-                num_processes=1,
-                process_index=0,
+                plan=runtime.ranks.plan,
                 collate=data.collate,
             )
             result = evaluate(session, runtime.ranks, batches, in_pieces=in_pieces)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lowmem_ft.foundation.errors import RecipeError, UserError, raise_problems
+from lowmem_ft.foundation.parallel_plan import is_of_one_process, machines_of, plan_of
 from lowmem_ft.foundation.system.launch_variables import LAST_PORT
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.techniques.distributed.config import DistributedConfig, Strategy
@@ -68,7 +69,7 @@ def read_launch(*, use_cpu: bool, environment: Mapping[str, str] | None = None) 
     num_processes = _number(environment, "WORLD_SIZE", 1)
     _refuse_process_beyond(environment, num_processes)
     _refuse_port(environment)
-    num_machines = max(1, num_processes // processes_here(num_processes, environment))
+    num_machines = machines_of(num_processes, processes_here(num_processes, environment))
     if _is_true(environment, "ACCELERATE_USE_FSDP"):
         return Launch(
             num_processes=num_processes,
@@ -171,11 +172,10 @@ def as_launched(recipe: Recipe, launch: Launch) -> Recipe:
     """
     config = recipe.distributed
     raise_problems([*launch.refused, *_disagreements(config, launch)], RecipeError)
-    left_open = "none" if launch.num_processes == 1 else "ddp"
     settings = {name: value for name, value in launch.settings.items() if getattr(config, name) is None}
     filled = dataclasses.replace(
         config,
-        strategy=config.strategy or launch.strategy or left_open,
+        strategy=plan_of(config.strategy or launch.strategy, launch.num_processes).strategy,
         num_processes=launch.num_processes,
         num_machines=launch.num_machines,
         **settings,
@@ -193,13 +193,13 @@ def _disagreements(config: DistributedConfig, launch: Launch) -> Iterator[str]:
             f"started. Start that number: `accelerate launch --num_processes {config.num_processes} ...` or `torchrun "
             f"--nproc_per_node={config.num_processes} ...`; or leave it out."
         )
-    elif strategy not in (None, "none") and processes == 1:
+    elif config.named_engine is not None and processes == 1:
         yield (
             f"distributed.strategy={strategy} is for several processes, and one was started. Start it with "
             "`accelerate launch --num_processes N ...` or `torchrun --nproc_per_node=N ...`, or set "
             "distributed.strategy=none."
         )
-    if strategy == "none" and processes > 1:
+    if is_of_one_process(strategy) and processes > 1:
         yield (
             f"distributed.strategy=none is one process, but {processes} were started. Set distributed.strategy=fsdp2 "
             "or ddp, or start one."

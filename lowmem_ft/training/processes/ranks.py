@@ -44,14 +44,22 @@ class Ranks:
         num_processes: int = 1,
         process_index: int = 0,
     ) -> None:
-        self.num_processes = num_processes
-        self.process_index = process_index
+        self.plan = distributed.plan(num_processes, process_index)
         self._device = device
-        self._is_sharded = distributed.strategy == "fsdp2"
         self._device_of_rows = torch.device("cpu") if distributed.cpu_offload else device
         self._rows: dict[nn.Parameter, torch.Tensor] = {}
         self._sharded: FullySharded | None = None
         self._reduce_after_backward: Callable[[Iterable[nn.Parameter]], object] = lambda parameters: None
+
+    @property
+    def num_processes(self) -> int:
+        """Number of all processes that train one model."""
+        return self.plan.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """The rank of this process."""
+        return self.plan.rank
 
     @property
     def is_main(self) -> bool:

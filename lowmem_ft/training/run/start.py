@@ -34,8 +34,7 @@ def stream_from(recipe: Recipe, ranks: Ranks, data: PreparedData, position: Data
         position=position,
         per_device_batch_size=recipe.training.per_device_train_batch_size,
         gradient_accumulation_steps=recipe.training.gradient_accumulation_steps,
-        num_processes=ranks.num_processes,
-        process_index=ranks.process_index,
+        plan=ranks.plan,
         collate=data.collate,
     )
 
@@ -135,19 +134,19 @@ def log_start(recipe: Recipe, runtime: Runtime, progress: Progress, num_steps: i
             "Adapters belong to the base weights that they were trained on, and random ones (model.weights=random) "
             "are not kept: the adapters of this run cannot be merged or used."
         )
-    num_processes = runtime.ranks.num_processes
-    examples = config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes
+    plan = runtime.ranks.plan
+    examples = plan.rows_at_once(config.per_device_train_batch_size) * config.gradient_accumulation_steps
     left = f"steps {progress.step + 1} to {num_steps}, {counted(examples, 'example')} a step"
     logger.info(
         "Training on %s (torch %s), %s: %s.",
         runtime.machine.device,
         torch.__version__,
-        counted(num_processes, "process", "processes"),
+        counted(plan.num_processes, "process", "processes"),
         left if progress.step < num_steps else f"no step is left of {num_steps}",
     )
 
 
-def _warn_of_idle_cores(num_processes: int) -> None:
+def _warn_of_idle_cores(num_processes_here: int) -> None:
     """Warn if ``OMP_NUM_THREADS`` keeps cores idle, with a way out that depends on the launcher that set it.
 
     ``accelerate launch`` sets it to 1, and so does torchrun for several processes. If it is not set, torch uses one
@@ -155,9 +154,9 @@ def _warn_of_idle_cores(num_processes: int) -> None:
     is busy gets no such advice.
 
     Args:
-        num_processes: processes of this run, all assumed to be on this machine.
+        num_processes_here: processes of this run, all assumed to be on this machine.
     """
-    threads, cores = torch.get_num_threads() * num_processes, os.cpu_count() or 1
+    threads, cores = torch.get_num_threads() * num_processes_here, os.cpu_count() or 1
     if "OMP_NUM_THREADS" not in os.environ or threads >= cores - _busy_cores():
         return
     logger.warning(
@@ -165,7 +164,7 @@ def _warn_of_idle_cores(num_processes: int) -> None:
         threads,
         cores,
         os.environ["OMP_NUM_THREADS"],
-        _way_out(max(1, cores // num_processes)),
+        _way_out(max(1, cores // num_processes_here)),
     )
 
 

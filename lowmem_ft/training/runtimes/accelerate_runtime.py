@@ -41,9 +41,6 @@ from lowmem_ft.training.runtimes.values import Values
 from lowmem_ft.training.step.machine import Machine
 from lowmem_ft.training.step.session import Session
 
-_PARTS_IN_PROCESSES = ("fsdp2", "zero3")
-"""The strategies by which each process holds a part of the weights."""
-
 
 class AccelerateRanks(Ranks):
     """The processes that Accelerate knows, one or several.
@@ -59,15 +56,14 @@ class AccelerateRanks(Ranks):
     ) -> None:
         super().__init__(device, distributed, accelerator.num_processes, accelerator.process_index)
         self._accelerator = accelerator
-        self._holds_part = distributed.strategy in _PARTS_IN_PROCESSES
 
     @contextlib.contextmanager
     def reading_weights(self, config: ModelConfig, host: HostMemory | None) -> Iterator[torch.device]:
         """Yield the device, or for a sharded model the host: each process then keeps only its rows."""
-        if host is not None or not self._holds_part:
+        if host is not None or not self.plan.shares_weights:
             with super().reading_weights(config, host) as device:
                 yield device
-        elif self._is_sharded and config.weights != "random":  # random values are drawn in place
+        elif self.plan.shards_rows and config.weights != "random":  # random values are drawn in place
             place = self.num_processes, self.process_index, self._device_of_rows
             with weights_in_shards(*place) as self._rows:
                 yield torch.device("cpu")
@@ -76,7 +72,7 @@ class AccelerateRanks(Ranks):
 
     def shard(self, parts: ModelParts, config: DistributedConfig) -> FullySharded | None:
         """Shard with :func:`enable_fsdp2`, over all processes."""
-        if self._is_sharded:
+        if self.plan.shards_rows:
             # If some are frozen, adapters are saved.
             is_saved = all(parameter.requires_grad for parameter in parts.model.parameters())
             if is_saved:
@@ -93,7 +89,7 @@ class AccelerateRanks(Ranks):
         The only process of a launch is not wrapped: Accelerate would wrap it, and DDP refuses float32 sums of
         gradients.
         """
-        if self.num_processes == 1 or self._is_sharded or self.goes_without_ddp(model, takes_mean=False):
+        if self.num_processes == 1 or self.plan.shards_rows or self.goes_without_ddp(model, takes_mean=False):
             return model, optimizer
         # No device placement: weights are where they belong already, some of them on the host.
         prepared = self._accelerator.prepare(model, device_placement=[False])
@@ -137,21 +133,16 @@ class AccelerateFiles(RunFiles):
     Args:
         ranks: the processes.
         accelerator: has the trackers.
-        distributed: how the processes share the model.
     """
 
-    def __init__(
-        self, ranks: Ranks, accelerator: Accelerator, distributed: DistributedConfig = ONE_PROCESS
-    ) -> None:
+    def __init__(self, ranks: Ranks, accelerator: Accelerator) -> None:
         # The log uses the same console.
         super().__init__(ranks, rich.get_console() if ranks.is_main else None)
         self._accelerator = accelerator
-        self._is_gathered_to_save = distributed.strategy in _PARTS_IN_PROCESSES
-        self._is_saved_in_shards = distributed.strategy == "fsdp2"
 
     def save_trained(self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         """Write files for ``from_pretrained`` in the main process; sharded weights are gathered to it."""
-        if self._is_gathered_to_save:
+        if self._ranks.plan.shares_weights:
             save_gathered(session, tokenizer, folder, is_main=self._ranks.is_main)
         else:
             super().save_trained(session, tokenizer, folder)
@@ -160,7 +151,7 @@ class AccelerateFiles(RunFiles):
         self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, identity: str
     ) -> dict[str, Any]:
         """Write all in the main process, or a part in each; see ``run_files.py`` and ``sharded_files.py``."""
-        if self._is_saved_in_shards:
+        if self._ranks.plan.shards_rows:
             ranks = self._ranks
             writer = ShardWriter(folder, identity, ranks.process_index, ranks.num_processes)
             return save_shards(session, tokenizer, folder, writer, is_main=ranks.is_main)
@@ -214,7 +205,7 @@ def launched_runtime(
         accelerator.device, config.mixed_precision, num_processes_here=processes_here(num_processes)
     )
     ranks = AccelerateRanks(accelerator, machine.device, distributed)
-    files = AccelerateFiles(ranks, accelerator, distributed)
+    files = AccelerateFiles(ranks, accelerator)
     return Runtime(machine=machine, ranks=ranks, files=files, values=Values(machine, ranks))
 
 

@@ -57,7 +57,7 @@ class _Engine:
 
     def __init__(self, accelerator: Accelerator, distributed: DistributedConfig) -> None:
         self._accelerator = accelerator
-        self._holds_part = distributed.strategy == "zero3"
+        self._holds_part = distributed.plan().shares_weights
         self._offloads = bool(distributed.cpu_offload)
         self._engine: Any = None
         self._state: EngineState | None = None
@@ -154,7 +154,7 @@ class _DeepSpeedMachine(Machine):
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run the engine's backward, which averages over processes; the loss is already normalised by its window."""
-        self._engine.backward(loss * self._ranks.num_processes)
+        self._engine.backward(loss * self._ranks.plan.in_all(1))
 
     def clip_grad_norm(
         self, optimizer: torch.optim.Optimizer, max_norm: float, loss: torch.Tensor
@@ -183,10 +183,8 @@ class _DeepSpeedFiles(AccelerateFiles):
         engine: has the optimizer's state.
     """
 
-    def __init__(
-        self, ranks: Ranks, accelerator: Accelerator, distributed: DistributedConfig, engine: _Engine
-    ) -> None:
-        super().__init__(ranks, accelerator, distributed)
+    def __init__(self, ranks: Ranks, accelerator: Accelerator, engine: _Engine) -> None:
+        super().__init__(ranks, accelerator)
         self._engine = engine
 
     def save_session(
@@ -247,7 +245,7 @@ def deepspeed_runtime(
     engine, device = _Engine(accelerator, distributed), with_index(accelerator.device)
     ranks = _DeepSpeedRanks(accelerator, device, distributed, engine)
     machine = _DeepSpeedMachine(device, ranks, engine)
-    files = _DeepSpeedFiles(ranks, accelerator, distributed, engine)
+    files = _DeepSpeedFiles(ranks, accelerator, engine)
     return Runtime(machine=machine, ranks=ranks, files=files, values=Values(machine, ranks))
 
 
@@ -264,7 +262,7 @@ def _offload(config: TrainingConfig, distributed: DistributedConfig) -> dict[str
     if not distributed.cpu_offload:
         return {}
     on_host = {"device": "cpu", "pin_memory": not config.use_cpu}
-    of_weights = {"offload_param": on_host} if distributed.strategy == "zero3" else {}
+    of_weights = {"offload_param": on_host} if distributed.plan().shares_weights else {}
     return {"offload_optimizer": on_host, **of_weights}
 
 
@@ -279,7 +277,7 @@ def _configuration(config: TrainingConfig, distributed: DistributedConfig) -> di
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "gradient_clipping": config.max_grad_norm or 0.0,
         "zero_optimization": {
-            "stage": 3 if distributed.strategy == "zero3" else 2,
+            "stage": 3 if distributed.plan().shares_weights else 2,
             "reduce_bucket_size": _BUCKET_ELEMENTS,
             "allgather_bucket_size": _BUCKET_ELEMENTS,
             **_offload(config, distributed),

@@ -42,7 +42,5 @@ def join_processes(recipe: Recipe, folder: RunFolder) -> tuple[Runtime, Recipe]:
         launch.num_processes > 1 or whole_number("LOCAL_RANK") is not None
     )  # which Accelerate takes for a launch
     with explained_joining() if joins else contextlib.nullcontext():
-        of_launch = (
-            deepspeed_runtime if launched.distributed.strategy in ("zero2", "zero3") else launched_runtime
-        )
+        of_launch = deepspeed_runtime if launched.distributed.plan().has_engine else launched_runtime
         return of_launch(launched.training, folder.path, launched.distributed), launched

@@ -175,7 +175,7 @@ def enable_optimizer(build: Build) -> EnabledTechniques:
     """Shard the weights, make the optimizer, and enable what goes with it; :func:`enable_forward` comes before."""
     recipe, training = build.recipe, build.recipe.training
     build.enable(SHARDING, build.in_forward)
-    if recipe.distributed.has_engine:  # which updates, sums and offloads by itself
+    if recipe.distributed.plan().has_engine:  # which updates, sums and offloads by itself
         optimizer = create_torch_adamw(build.model, recipe.optimizer, learning_rate=training.learning_rate)
         return EnabledTechniques(optimizer, build.in_forward)
     build.optimizer = optimizer = create_optimizer(
@@ -234,7 +234,7 @@ def _vertical_accumulation(build: Build) -> Technique:
 
 def _chunked_loss(build: Build) -> Technique:
     recipe, device = build.recipe, build.host_memory.device
-    is_loaded = recipe.distributed.strategy != "fsdp2"
+    is_loaded = not recipe.distributed.plan().shards_rows
     return enable_chunked_loss(build.parts, recipe.loss, recipe.tiling, device=device, compare=is_loaded)
 
 
@@ -362,7 +362,7 @@ FORWARD = (
 """Techniques that change the model's forward, from the inside out."""
 
 SHARDING = (
-    Spec(lambda build: build.recipe.distributed.strategy == "fsdp2", lambda build: build.shard(build.parts)),
+    Spec(lambda build: build.recipe.distributed.plan().shards_rows, lambda build: build.shard(build.parts)),
     Spec(
         lambda build: build.find(FullySharded) is not None and build.find(ChunkedLoss) is not None,
         _compare_sharded_loss,

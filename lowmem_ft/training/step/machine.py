@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.foundation.budget import Budget
-from lowmem_ft.foundation.devices import kernels_of, of_tensors, with_index
+from lowmem_ft.foundation.devices import kernels_of, of_tensors, refuse_other_makers, with_index
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.host.mapped_files import MappedFiles
 from lowmem_ft.foundation.host.pinned_memory import HostMemory
@@ -54,7 +54,7 @@ class Machine:
         loss_scale: the loss scale of fp16; without effect otherwise.
 
     Raises:
-        UserError: if the device is a real GPU and this process has had a virtual one.
+        UserError: if the device is another maker's, or a real GPU and this process has had a virtual one.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class Machine:
         num_processes_here: int = 1,
         host: Host = THIS_HOST,
     ) -> None:
+        refuse_other_makers(device)
         refuse_after_virtual_gpu(device)
         self.device = with_index(device)
         self.mixed_precision = mixed_precision

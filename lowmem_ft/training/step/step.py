@@ -98,7 +98,7 @@ class WindowPass:
         loss = torch.zeros((), dtype=torch.float32, device=machine.device)
         aux_loss: torch.Tensor | None = None
         micro_batches = self.micro_batches()
-        share = 1 / (len(micro_batches) * ranks.num_processes)
+        share = 1 / ranks.plan.in_all(len(micro_batches))
         for index, self.working_on in enumerate(micro_batches):
             with ranks.micro_batch(session.model, is_last=index == len(micro_batches) - 1):
                 micro_loss, micro_aux_loss = _forward(session, self.working_on, num_label_tokens, share)

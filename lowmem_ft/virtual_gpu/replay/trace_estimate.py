@@ -365,13 +365,13 @@ def _sum_of(parts: Iterable[tuple[float, Mapping[str, float]]]) -> dict[str, flo
 
 def _processes(trace: Trace, gpu: Gpu, processes: Processes) -> Processes:
     """Add the link that ranks exchange data over, and the bytes that they would send at the least."""
-    link, ideal = link_between(gpu, processes.num_machines), 0
-    if processes.strategy == "fsdp2":
+    link, ideal, plan = link_between(gpu, processes.num_machines), 0, processes.plan
+    if plan.shards_rows:
         timeline = trace.timeline
         alive = (timeline.allocations[index] for index in timeline.alive_at(len(timeline.events) - 1))
         weights = sum(one.size_bytes for one in alive if one.category == "parameter")
         trained = trace.model.trainable_parameters / max(trace.model.parameters, 1)
-        ideal = round((processes.num_processes - 1) * weights * (2 + trained))
+        ideal = round((len(plan.shard_group) - 1) * weights * (2 + trained))
     return dataclasses.replace(
         processes, link=link.name, link_bytes_per_second=link.bytes_per_second, ideal_sent_bytes=ideal
     )

@@ -6,6 +6,7 @@ from lowmem_ft.data.batches.order import epoch_order
 from lowmem_ft.data.batches.padding import padding_of
 from lowmem_ft.data.batches.position import DataPosition
 from lowmem_ft.data.batches.stream import DataStream
+from lowmem_ft.foundation.parallel_plan import ParallelPlan
 
 
 @pytest.mark.parametrize(
@@ -24,8 +25,7 @@ def test_it_is_that_of_the_batches(settings, rows_per_batch, write_jsonl, load):
         position=DataPosition(seed=3),
         per_device_batch_size=rows_per_batch,
         gradient_accumulation_steps=1,
-        num_processes=1,
-        process_index=0,
+        plan=ParallelPlan(),
         collate=data.collate,
     )
     batches = [batch for _ in range(stream.steps_per_epoch) for batch in stream.next_window().batches]

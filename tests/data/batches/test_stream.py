@@ -10,6 +10,7 @@ import torch
 from lowmem_ft.data.batches.position import DataPosition
 from lowmem_ft.data.batches.stream import DataStream, eval_batches
 from lowmem_ft.foundation.errors import DataError
+from lowmem_ft.foundation.parallel_plan import ParallelPlan
 
 KINDS = {
     "padded": {},
@@ -39,8 +40,7 @@ def stream(data, *, batch=2, steps=2, processes=1, rank=0, position=None):
         position=position or DataPosition(seed=4),
         per_device_batch_size=batch,
         gradient_accumulation_steps=steps,
-        num_processes=processes,
-        process_index=rank,
+        plan=ParallelPlan(num_processes=processes, rank=rank),
         collate=data.collate,
     )
 
@@ -148,7 +148,10 @@ def test_evaluation_sees_every_example_once_in_order_on_equally_many_batches(map
     shares = [
         list(
             eval_batches(
-                mapped.train, batch_size=2, num_processes=processes, process_index=r, collate=mapped.collate
+                mapped.train,
+                batch_size=2,
+                plan=ParallelPlan(num_processes=processes, rank=r),
+                collate=mapped.collate,
             )
         )
         for r in range(processes)

@@ -17,6 +17,7 @@ from lowmem_ft.data.text.no_tokenizer import NoTokenizer
 from lowmem_ft.data.text.summary import Outcome
 from lowmem_ft.data.text.token_rows import read_tokens
 from lowmem_ft.foundation.errors import DataError, ModelError
+from lowmem_ft.foundation.parallel_plan import ParallelPlan
 
 PAIRS = [
     {"prompt": f"{n} one two three" * (1 + n % 5), "completion": f" four {n}" * (1 + n % 7)}
@@ -50,8 +51,7 @@ def windows(data, count=6, position=None):
         position=position or DataPosition(seed=3),
         per_device_batch_size=2,
         gradient_accumulation_steps=3,
-        num_processes=1,
-        process_index=0,
+        plan=ParallelPlan(),
         collate=data.collate,
     )
     return [stream.next_window() for _ in range(count)]

@@ -11,6 +11,7 @@ from batches import batch_of
 from sweeps import few_quick
 from tiny_models import TINY
 
+from lowmem_ft.foundation.parallel_plan import ParallelPlan
 from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.optimizers import export_optimizer_state
 from lowmem_ft.recipe import load_recipe
@@ -358,7 +359,7 @@ def with_batch_norm(retries):
 
 
 def with_two_processes(retries):
-    retries.session.runtime.ranks.num_processes = 2
+    retries.session.runtime.ranks.plan = ParallelPlan(num_processes=2)
 
 
 @pytest.mark.parametrize(

@@ -110,11 +110,11 @@ def trace_recipe(
 
 def is_cut_unevenly(recipe: Recipe) -> bool:
     """Return whether the last rank of FSDP2 has fewer rows of some weight than the first."""
-    config = recipe.distributed
-    if config.strategy != "fsdp2" or config.num_processes in (None, 1):
+    plan = recipe.distributed.plan()
+    if not (plan.shards_rows and plan.several):
         return False
     model = model_on_meta(recipe.model, load_model_config(recipe.model, architecture_only=True))
-    return any(len(weight) % config.num_processes for weight in model.parameters())
+    return not all(plan.cuts_evenly(len(weight)) for weight in model.parameters())
 
 
 class _ShortTracing:
