@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lowmem_ft.foundation.errors import UserError
@@ -303,17 +304,18 @@ class TracingMachine:
         self._mark_parameters(root)
         total, trainable = num_parameters(root)
         if total > self._num_parameters:  # not a part of the model that is called by itself
-            self._model_name = type(
-                getattr(root, "_orig_mod", root)
-            ).__name__  # not the compiled model's wrapper
+            kind = type(getattr(root, "_orig_mod", root))  # not the compiled model's wrapper
+            sharded = issubclass(kind, FSDPModule)  # in place of the model's own class
+            self._model_name = kind.__bases__[1].__name__ if sharded else kind.__name__
             self._num_parameters, self._num_trainable_parameters = total, trainable
             self._is_quantized = not all(parameter.is_floating_point() for parameter in root.parameters())
 
     def _mark_parameters(self, root: nn.Module, prefix: str = "") -> None:
         for name, module in root.named_modules(prefix=prefix):
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                for part in (tensor, *statistics_of(tensor)):
-                    self.recorder.mark(part, "parameter", name)
+            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            scales = [part for owner in (*tensors, module) for part in statistics_of(owner)]
+            for tensor in (*tensors, *scales):
+                self.recorder.mark(tensor, "parameter", name)
 
     def _after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Mark the end of a step. It is one step until an optimizer steps again: each parameter may have its own."""

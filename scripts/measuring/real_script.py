@@ -44,6 +44,8 @@ _KERNELS_WITH_SCRATCH = (
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
     "aten::_scaled_dot_product_efficient_attention",  # where a test stands in for a GPU's
     "aten::_scaled_dot_product_efficient_attention_backward",
+    "c10d::_allgather_base_",  # gloo gathers into a copy
+    "gloo:all_gather",
 )
 
 REAL = {

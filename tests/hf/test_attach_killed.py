@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsdp2_on_gloo import launch
 from ladder_rungs import RUNGS, settings_of
 from safetensors.torch import load_file
 from transformers.trainer_utils import get_last_checkpoint
@@ -123,3 +124,91 @@ def test_every_rung_killed_at_any_moment_goes_on_bit_for_bit(rung, forks, tmp_pa
     moments = ["a save", "backward", *(draw.uniform(0, seconds / 2) for _ in range(6))]
     # Twice for certain; whether it still ran at the other moments depends on what else the machine does.
     assert go_on_to_the_end(forks, tmp_path / "killed", whole, rung, moments) >= 2
+
+
+A_RANK = f"""
+import os, signal, sys
+sys.path[:0] = [{str(TESTS)!r}]
+from sharded_trainers import assert_sharded, trainer_for
+from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+folder, phase, rank, case = sys.argv[1:]
+last = get_last_checkpoint(folder)
+begun = int(last.rpartition("-")[2]) if last else 0
+
+def die(*_, **__):
+    if os.environ["RANK"] == rank and (phase == "load" or trainer.state.global_step > begun):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def in_forward(layer, inputs, hidden):
+    if hidden.requires_grad:
+        die() if phase == "forward" else hidden.register_hook(die)
+
+class Update(TrainerCallback):
+    on_optimizer_step = die
+
+fields = {{"save_strategy": "steps", "save_steps": 1, "max_steps": {2 * NUM_STEPS}}}
+trainer, _ = trainer_for(folder, case, **fields)
+if phase == "save":  # weights and state are written
+    trainer._save_scaler = die
+elif phase == "load":
+    prepare = trainer.accelerator.prepare
+    trainer.accelerator.prepare = lambda *objects, **options: die() or prepare(*objects, **options)
+elif phase == "update":
+    trainer.add_callback(Update())
+elif phase != "never":
+    layer = next(part for name, part in trainer.model.named_modules() if name.endswith("layers.0"))
+    layer.register_forward_hook(in_forward)
+trainer.train(resume_from_checkpoint=last)
+assert_sharded(trainer)
+"""
+
+
+def sharded(
+    forks, folder, phase="never", rank=0, world=2, case="optimizer.state=bf16 checkpointing.mode=full"
+):
+    """Train by FSDP2 until one rank is killed after a step; none ends the others."""
+    folder.mkdir(exist_ok=True)
+    ended = launch(forks, world, A_RANK, str(folder), phase, str(rank), case)
+    if phase == "never":
+        assert [one.returncode for one in ended] == [0] * world, ended[-1].stderr
+        return
+    killed = ended.pop(rank)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    for other in ended:
+        assert other.returncode == 1
+        last = other.stderr.strip().splitlines()[-1]
+        assert "Another process has disappeared without a message: it was killed" in last
+        assert "with trainer.train(resume_from_checkpoint=True)" in last
+
+
+def logged_in(folder):
+    last = folder / f"checkpoint-{2 * NUM_STEPS}"
+    history = json.loads((last / "trainer_state.json").read_text())["log_history"]
+    return [(record["step"], record["loss"], record["grad_norm"]) for record in history if "loss" in record]
+
+
+def assert_goes_on(forks, folder, kills, **more):
+    """Kill one rank after the other, each in what the one before has left, and compare with a run that was not."""
+    sharded(forks, folder / "whole", **more)
+    for phase, rank in kills:
+        sharded(forks, folder / "killed", phase, rank, **more)
+    sharded(forks, folder / "killed", **more)
+    steps = logged_in(folder / "whole")
+    assert [step for step, _, _ in steps] == list(range(1, 2 * NUM_STEPS + 1))
+    assert logged_in(folder / "killed") == steps
+    assert {path.suffix for path in (folder / "killed").iterdir()} == {""}, "what was cut short is gone"
+
+
+def test_a_rank_that_is_killed_under_fsdp2_ends_the_others_with_a_line(forks, tmp_path):
+    assert_goes_on(forks, tmp_path, [("backward", 1), ("save", 0)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["checkpointing.mode=full", "lora"])
+def test_ten_kills_of_ranks_under_fsdp2_are_gone_on_from_bit_for_bit(case, forks, tmp_path):
+    draw = random.Random(case)
+    phases = ["load", "forward", "backward", "update", "save"] * 2
+    draw.shuffle(phases)
+    assert_goes_on(forks, tmp_path, [(phase, draw.randrange(3)) for phase in phases], world=3, case=case)

@@ -29,7 +29,12 @@ def num_parameters(model: nn.Module) -> tuple[int, int]:
 
     If only some rows of a table are trained, they are a parameter of their own that is part of the table.
     """
-    sizes = {parameter: logical_numel(parameter) for parameter in model.parameters()}
+    sizes: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            # FSDP2 drops the state of a 4-bit weight, which its layer keeps.
+            state = getattr(module, "quant_state", None) if name == "weight" else None
+            sizes[parameter] = logical_numel(parameter) if state is None else math.prod(state.shape)
     parts = sum(size for parameter, size in sizes.items() if getattr(parameter, PART_OF_ANOTHER, False))
     trainable = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
     return sum(sizes.values()) - parts, trainable

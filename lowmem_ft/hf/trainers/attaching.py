@@ -17,6 +17,7 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.hf.trainers.agreement import Agreement, Difference, agree
 from lowmem_ft.hf.trainers.attached_step import AttachedOptimizer, AttachedStep
+from lowmem_ft.hf.trainers.ending_together import end_together
 from lowmem_ft.hf.trainers.overridden_methods import overridden, problems_with_callback
 from lowmem_ft.hf.trainers.prepared_model import full_precision_weights
 from lowmem_ft.hf.trainers.refusals import already_attached, problems_with_trainer
@@ -269,6 +270,7 @@ def _changes(
         yield take_switch(trainer.model, trainer.args).remove
     if recipe.loss.chunk_tokens is not None:
         yield from _changes_of_loss(trainer, kind, stock_forward)
+    yield from end_together(trainer)
     yield call_around(trainer, "log", functools.partial(_log_with_metrics, enabled.techniques))
     yield call_around(trainer.callback_handler, "add_callback", functools.partial(_add_callback, recipe))
 

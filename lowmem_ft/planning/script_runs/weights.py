@@ -148,15 +148,22 @@ def _load_shapes(
 def _put_on_one_device(
     device_map: dict[str, Any] | None, say: Callable[[str], None], before_it: Callable[[str], None]
 ) -> None:
-    """Move what ``device_map="auto"`` leaves on the host: it has to train on the device too; then it does not fit."""
+    """Move what ``device_map="auto"`` leaves on the host: it has to train on the device too; then it does not fit.
+
+    What a rank leaves on other GPUs comes here, too: as much of the other ranks' is on this one.
+    """
     on_host = {"cpu", "disk"}
-    places = {str(place) for place in (device_map or {}).values()}
-    if not places & on_host or places <= on_host:
+    places = {str(place): place for place in (device_map or {}).values()}
+    devices = [place for name, place in places.items() if name not in on_host]
+    if len(places) == 1 or not devices:
         return
-    before_it('loads a model of which device_map="auto" leaves a part on the host')
+    leaves_on_host = len(devices) < len(places)
+    if leaves_on_host:
+        before_it('loads a model of which device_map="auto" leaves a part on the host')
     assert device_map is not None
-    device = next(place for place in device_map.values() if str(place) not in on_host)
-    device_map.update(dict.fromkeys(device_map, device))
+    device_map.update(dict.fromkeys(device_map, devices[0]))
+    if not leaves_on_host:
+        return
     say(
         "device_map: the whole model on the GPU, although its weights leave no room there; a run would keep some of "
         "it on the host, and trainers refuse to train that"

@@ -45,9 +45,9 @@ def place_bitsandbytes(module: nn.Module, device: torch.device) -> list[Tensor]:
     return []
 
 
-def statistics_of(parameter: Tensor) -> list[Tensor]:
-    """Return the scales and tables of a 4-bit parameter; an empty list for other parameters."""
-    state = getattr(parameter, "quant_state", None)
+def statistics_of(owner: Tensor | nn.Module) -> list[Tensor]:
+    """Return the scales and tables of a 4-bit parameter, or of its layer; an empty list for others."""
+    state: Any = getattr(owner, "quant_state", None)
     if state is None:
         return []
     scales = [state, state.state2] if state.nested else [state]
@@ -114,6 +114,14 @@ def _quantized(functional: Any, weight: Any, values: Tensor) -> Any:
     return parameter
 
 
+def _quantized_for_layer(functional: Any, weight: Any, values: Tensor) -> Any:
+    """Return the same, and keep the scales with its layer too: FSDP gathers a weight without them."""
+    parameter = _quantized(functional, weight, values)
+    if weight.module is not None:
+        weight.module.quant_state = parameter.quant_state
+    return parameter
+
+
 @torch.no_grad()
 def _place_int8(functional: Any, module: nn.Module, weight: Any, device: torch.device) -> list[Tensor]:
     values = torch.empty(weight.shape, dtype=weight.dtype, device=device)
@@ -153,7 +161,7 @@ def _to(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     if not self.is_floating_point() or moved.device.type == "meta" or moved.dtype != self.dtype:
         return moved
     if hasattr(self, "bnb_quantized"):
-        return moved if self.bnb_quantized else _quantized(functional, self, moved)
+        return moved if self.bnb_quantized else _quantized_for_layer(functional, self, moved)
     is_from_host = self.device.type == "cpu" and not self.has_fp16_weights
     return _quantized_to_8bit(functional, self, moved) if is_from_host else moved
 
