@@ -1,4 +1,4 @@
-"""Refusal of what an estimate of a script cannot follow: questions to a keyboard, other processes, DeepSpeed.
+"""Refusal of what an estimate of a script cannot follow: a keyboard, other processes, engines that cannot be traced.
 
 Where a script itself starts as many processes as there are GPUs, its function is called as one of them calls it.
 """
@@ -9,6 +9,7 @@ import builtins
 import contextlib
 import functools
 import io
+import math
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -48,6 +49,15 @@ def refuse_what_cannot_be(undo: contextlib.ExitStack, launch: Launch) -> None:
     wrap_when_imported(
         undo, "transformers.training_args", "TrainingArguments", "__post_init__", _without_deepspeed
     )
+    wrap_when_imported(
+        undo,
+        "transformers.distributed.configuration_utils",
+        "DistributedConfig",
+        "__init__",
+        _refuse_parallel,
+    )
+    of_axes = functools.partial(_with_known_axes, launch)
+    wrap_when_imported(undo, "accelerate.parallelism_config", "ParallelismConfig", "__post_init__", of_axes)
 
 
 def _refuse_to_ask(*args: Any) -> NoReturn:
@@ -115,3 +125,31 @@ def _refuse_deepspeed(*args: Any, **kwargs: Any) -> NoReturn:
         "DeepSpeed's engine cannot be traced, which the script asks for. Estimate it with FSDP2 (fsdp_config, or "
         "--accelerate-config FILE), which shards what ZeRO-3 shards."
     )
+
+
+def _refuse_parallel(*args: Any, **kwargs: Any) -> NoReturn:
+    raise _ScriptRefusal(
+        "Weights that from_pretrained spreads over GPUs (tp_plan, distributed_config) are not followed by an estimate, "
+        "which the script asks for. Estimate it with FSDP2 (fsdp_config, or --accelerate-config FILE)."
+    )
+
+
+def _with_known_axes(launch: Launch, check: Callable[[Any], None], config: Any) -> None:
+    """Let Accelerate check its parallel axes, and refuse those that cannot be traced, or that do not fit the GPUs."""
+    check(config)
+    axes = {
+        name: getattr(config, name)
+        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+        if getattr(config, name, 1) > 1
+    }
+    words = ", ".join(f"{name}={size}" for name, size in axes.items())
+    if axes.keys() & {"tp_size", "cp_size", "sp_size"}:
+        raise _ScriptRefusal(
+            f"Tensor, context and sequence parallelism of Accelerate are not followed by an estimate, got {words}. "
+            "Estimate the script with dp_shard_size alone, which is FSDP2."
+        )
+    if axes and math.prod(axes.values()) != launch.num_processes:
+        raise _ScriptRefusal(
+            f"The axes of a ParallelismConfig multiply to the number of processes, got {words} for "
+            f"{launch.num_processes}, one on each GPU. Correct them, or name as many GPUs."
+        )

@@ -282,24 +282,43 @@ def test_a_config_that_cannot_be_estimated_is_refused_by_name(script, changes, n
         estimate_script(script("print()"), gpu=gpu, accelerate_config="config.json")
 
 
-DEEPSPEED = {
-    "arguments": """
+_AXES = "from accelerate.parallelism_config import ParallelismConfig; ParallelismConfig({})"
+ENGINES = {
+    "DeepSpeed by arguments": (
+        """
         import json
         from pathlib import Path
         from transformers import TrainingArguments
 
         Path("zero.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
         TrainingArguments("out", deepspeed="zero.json")
-    """,
-    "plugin": "from accelerate import DeepSpeedPlugin; DeepSpeedPlugin(zero_stage=3)",
+        """,
+        "DeepSpeed's engine cannot be traced.*FSDP2",
+    ),
+    "DeepSpeed by its plugin": (
+        "from accelerate import DeepSpeedPlugin; DeepSpeedPlugin(zero_stage=3)",
+        "DeepSpeed's engine cannot be traced.*FSDP2",
+    ),
+    "tensor parallel": (
+        "from transformers.distributed import DistributedConfig; DistributedConfig(enable_expert_parallel=True)",
+        r"spreads over GPUs \(tp_plan, distributed_config\) are not followed.*FSDP2",
+    ),
+    "context parallel": (_AXES.format("cp_size=2"), "not followed by an estimate, got cp_size=2"),
+    "axes": (_AXES.format("dp_shard_size=3"), "got dp_shard_size=3 for 2, one on each GPU"),
 }
 
 
-@pytest.mark.parametrize("text", DEEPSPEED.values(), ids=DEEPSPEED)
-def test_deepspeed_is_refused_by_name(script, text):
-    with pytest.raises(UserError, match=r"DeepSpeed's engine cannot be traced.*FSDP2") as caught:
+@pytest.mark.parametrize("text, words", ENGINES.values(), ids=ENGINES)
+def test_an_engine_that_cannot_be_followed_is_refused_by_name(script, text, words):
+    with pytest.raises(UserError, match=words) as caught:
         estimate_script(script(text), gpu="2xt4")
     assert "(at train.py:" in str(caught.value)
+
+
+def test_axes_that_multiply_to_the_gpus_are_taken(script):
+    text = _AXES.format("dp_shard_size=2") + "; 1/0"
+    with pytest.raises(UserError, match="ZeroDivisionError"):
+        estimate_script(script(text), gpu="2xt4")
 
 
 LACKS = {
