@@ -34,6 +34,8 @@ CASES: Mapping[str, str] = {
     "everything": f"one-batch {EVERYTHING}",
     "split16": "bfloat16 optimizer.master=split16",
     "split24": "tied bfloat16 optimizer.master=split24 optimizer.state=8bit",
+    "autocast": "bf16 checkpointing.mode=full",
+    "rounded-autocast": "bf16 bfloat16 optimizer.master=split16",
     "stock-loss": "loss.chunk_tokens=null checkpointing.mode=selective",
     "by-script": "by-script",
     "sft": "sft checkpointing.mode=full",
@@ -89,6 +91,8 @@ def trainer_for(folder: str, case: str, **fields: Any) -> tuple[Any, Meter]:
     own: dict[str, Any] = {**SHARED, "per_device_train_batch_size": a_step // 2, **fields}
     if "one-batch" in words:
         own |= {"per_device_train_batch_size": a_step, "gradient_accumulation_steps": 1}
+    if "bf16" in words:
+        own |= {"bf16": True}
     if "by-script" in words and num_processes() > 1:
         own |= FSDP2
     model = model_for(words)

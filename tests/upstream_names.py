@@ -311,7 +311,8 @@ NAMES_OF = {
     "accelerate.state.PartialState": "_shared_state",
     # _shared_state: the same
     # _reset_state: of an Accelerator that has a precision
-    "accelerate.state.AcceleratorState": "_shared_state _reset_state",
+    # _mixed_precision: with one, FSDP 2 would make trained weights float32
+    "accelerate.state.AcceleratorState": "_shared_state _reset_state _mixed_precision",
     # As of the two above
     "accelerate.state.GradientState": "_shared_state",
     # _is_accelerate_prepared: its mark is taken off

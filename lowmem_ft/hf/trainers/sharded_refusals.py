@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from lowmem_ft.foundation.tensors.finiteness import some_of
@@ -40,7 +39,7 @@ def problems_of_fsdp(trainer: Any, recipe: Recipe, kind: Kind, asked_by_launch: 
     else:
         yield from _of_kind(kind)
         yield from _of_plugin(accelerator.state.fsdp_plugin)
-        yield from _of_weights(trainer.model, accelerator.mixed_precision)
+        yield from _of_precision(accelerator.mixed_precision)
         yield from _of_quantised(trainer.model)
 
 
@@ -79,22 +78,11 @@ def _of_plugin(plugin: Any) -> Iterator[str]:
         )
 
 
-def _of_weights(model: Any, mixed_precision: str) -> Iterator[str]:
+def _of_precision(mixed_precision: str) -> Iterator[str]:
     if mixed_precision == "fp16":
         yield (
             "fp16=True has not been shown to work with FSDP 2: each process would have a loss scale of its own. Set "
             "bf16=True."
-        )
-    rounded = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.dtype != torch.float32
-    ]
-    if mixed_precision != "no" and rounded:
-        yield (
-            f"With {mixed_precision}=True Accelerate makes all trained weights float32 under FSDP 2, but "
-            f"{some_of(rounded)} are 16-bit, which the recipe's optimizer keeps masters for. Set "
-            f"{mixed_precision}=False, as such weights compute in 16 bits already, or load the model in float32."
         )
 
 

@@ -7,7 +7,6 @@ import types
 import pytest
 import torch
 from attached_trainers import recipe_of, trainer_of
-from tiny_models import tiny_llama
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from lowmem_ft import hf
@@ -69,12 +68,6 @@ def test_settings_of_fsdp(plugin, words, tmp_path):
 )
 def test_settings_of_the_recipe(settings, words, tmp_path):
     assert words in refused(sharded(tmp_path), *settings)
-
-
-def test_weights_that_accelerate_would_make_float32(tmp_path):
-    trainer = sharded(tmp_path, mixed_precision="bf16", model=tiny_llama(torch.bfloat16))
-    with pytest.raises(UserError, match="Set bf16=False, as such weights compute in 16 bits already"):
-        hf.attach(trainer, recipe_of("optimizer.master=split16", dtype=torch.bfloat16))
 
 
 def test_packed_weights_that_would_stay_whole(tmp_path):
