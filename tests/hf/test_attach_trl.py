@@ -230,6 +230,7 @@ ASKED = {
     "accumulation.order": ("accumulation.order=vertical", "checkpointing.mode=full"),
     "accumulation.fusion": ("accumulation.fusion=true", "model.dtype=bfloat16"),
     "offload.parameters": STREAMED,
+    "distributed.context": ("distributed.context=2",),
 }
 
 

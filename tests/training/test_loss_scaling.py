@@ -156,8 +156,8 @@ def fp16_on_cpu(monkeypatch):
     )
     create, scalers = process_group.launched_runtime, []
 
-    def with_scaler(*args):
-        runtime = create(*args)
+    def with_scaler(*args, **kwargs):
+        runtime = create(*args, **kwargs)
         scalers.append(runtime.machine.loss_scale.scaler)
         return runtime
 
@@ -205,8 +205,8 @@ def test_recipes_for_cards_without_bfloat16_train_in_float16(
 def test_a_run_skips_overflows_without_giving_up(tiny, metrics, tmp_path, monkeypatch, caplog):
     create = process_group.launched_runtime
 
-    def with_scaler(*args):
-        runtime = create(*args)
+    def with_scaler(*args, **kwargs):
+        runtime = create(*args, **kwargs)
         use_scaler(runtime, init_scale=2.0**24)
         return runtime
 

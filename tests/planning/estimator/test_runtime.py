@@ -85,7 +85,7 @@ def test_each_part_has_several_kinds():
 
 @pytest.mark.parametrize("part", itertools.chain(*KINDS.values()))
 def test_a_part_has_few_names(part):
-    assert 5 < len(public_names(part)) <= 15
+    assert 5 < len(public_names(part)) <= 18
 
 
 def test_its_attributes_are_those_of_one_process_on_the_machines_device():
