@@ -51,6 +51,14 @@ At the first versions of all (accelerate 1.10.0, bitsandbytes 0.50.0, datasets 4
 Not run: the other tests there, most versions in between, and trl 1.0, which cannot be installed together with datasets
 4.0.0. Inside a range there is no warning."""
 
+CONTEXT_PARALLEL_IN = ("2.13",)
+"""Minor versions of torch whose ``context_parallel``, a prototype, ``tests/training/test_context_parallel.py`` has run.
+
+It ran over gloo with stand-ins for a GPU's kernels (2.13.0, 2026-11-30). Others may cut, exchange or merge in another
+way, without an error.
+"""
+
+_CONTEXT_PARALLEL = tuple(f"{minor}." for minor in CONTEXT_PARALLEL_IN)
 _warned: set[str] = set()
 _MINOR = re.compile(r"(\d+)\.(\d+)")
 
@@ -62,6 +70,12 @@ def installed_version(library: str) -> str | None:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def unknown_context_parallel() -> str | None:
+    """Return the installed version of torch if its ``context_parallel`` was not tested; None if it was, or no torch."""
+    version = installed_version("torch")
+    return None if version is None or version.startswith(_CONTEXT_PARALLEL) else version
 
 
 def _is_tested(library: str, version: str) -> bool:

@@ -17,7 +17,6 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.hf.trainers.agreement import Agreement, Difference, agree
 from lowmem_ft.hf.trainers.attached_step import AttachedOptimizer, AttachedStep
-from lowmem_ft.hf.trainers.ending_together import end_together
 from lowmem_ft.hf.trainers.overridden_methods import overridden, problems_with_callback
 from lowmem_ft.hf.trainers.prepared_model import full_precision_weights
 from lowmem_ft.hf.trainers.refusals import already_attached, problems_with_trainer
@@ -35,6 +34,7 @@ from lowmem_ft.techniques.modules.model_parts import base_model
 from lowmem_ft.techniques.modules.patching import call_around, set_attribute
 from lowmem_ft.techniques.modules.supported_models import problems_with_model
 from lowmem_ft.techniques.technique import Techniques
+from lowmem_ft.training.processes.error_propagation import ending_together
 from lowmem_ft.training.processes.launch import processes_here
 from lowmem_ft.training.processes.ranks import Ranks
 from lowmem_ft.training.runtimes.accelerate_runtime import AccelerateRanks
@@ -270,7 +270,8 @@ def _changes(
         yield take_switch(trainer.model, trainer.args).remove
     if recipe.loss.chunk_tokens is not None:
         yield from _changes_of_loss(trainer, kind, stock_forward)
-    yield from end_together(trainer)
+    if ranks.plan.several:
+        yield call_around(trainer, "train", _train_together)
     yield call_around(trainer, "log", functools.partial(_log_with_metrics, enabled.techniques))
     yield call_around(trainer.callback_handler, "add_callback", functools.partial(_add_callback, recipe))
 
@@ -345,6 +346,12 @@ def _changes_of_loss(
 
     yield call_around(base_model(trainer.model), "forward", logits_if_wanted)
     yield call_around(trainer, "prediction_step", wanting)
+
+
+def _train_together(train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let an error in one process end the training of all, with its reason."""
+    with ending_together(resumed_by="trainer.train(resume_from_checkpoint=True)"):
+        return train(*args, **kwargs)
 
 
 def _add_callback(recipe: Recipe, add: Callable[..., Any], callback: Any) -> Any:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowmem_ft.foundation.parallel_plan import is_of_one_process
-from lowmem_ft.foundation.upstream.context_parallel_versions import (
-    CONTEXT_PARALLEL_IN,
-    unknown_context_parallel,
-)
+from lowmem_ft.foundation.upstream.tested import CONTEXT_PARALLEL_IN, unknown_context_parallel
 from lowmem_ft.recipe.rules.rule import reads
 from lowmem_ft.recipe.tree import Recipe
 

@@ -40,10 +40,10 @@ _runs = itertools.count()  # counts the same in every process
 _exit_codes: list[int] = []
 """The code with which this process exits, once a run of several processes has failed in it; until the next one."""
 
-GONE = (
+_GONE = (
     "Another process has disappeared without a message: it was killed (SIGKILL, or by the kernel for lack of host "
     "memory; the launcher shows the signal), or its machine or the network went down. Resume from the last complete "
-    "checkpoint with training.resume_from_checkpoint=auto."
+    "checkpoint with {}."
 )
 
 
@@ -55,8 +55,11 @@ def meeting_store() -> Any:
 
 
 @contextlib.contextmanager
-def ending_together() -> Iterator[None]:
+def ending_together(resumed_by: str = "training.resume_from_checkpoint=auto") -> Iterator[None]:
     """Run a block in which an error in one process ends all of them.
+
+    Args:
+        resumed_by: what resumes the block's run, for its users.
 
     Raises:
         OtherProcessError: if this process could not continue because another one has failed or disappeared.
@@ -78,7 +81,7 @@ def ending_together() -> Iterator[None]:
         if not _comes_of_exchange(error):
             _tell(store, key, _words_of(error))
             raise
-        raise OtherProcessError(_reason(store, key)) from error
+        raise OtherProcessError(_reason(store, key, _GONE.format(resumed_by))) from error
     finally:
         watch.stop()
 
@@ -112,15 +115,15 @@ def _comes_of_exchange(error: BaseException | None) -> bool:
     return False
 
 
-def _reason(store: Any, key: str) -> str:
-    """Return the reason that the first failing process wrote; if there is no reason, write that for the others."""
+def _reason(store: Any, key: str, gone: str) -> str:
+    """Return the reason that the first failing process wrote; if it wrote none, write ``gone`` for the others."""
     try:
         told = _told(store, key)
     except KeyboardInterrupt:
         told = _told(store, key)  # a launcher signals all other processes at once
     if told is None:
-        _tell(store, key, GONE)
-    return told or GONE
+        _tell(store, key, gone)
+    return told or gone
 
 
 def _words_of(error: BaseException) -> str:
